@@ -34,6 +34,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
         "beta_slow": 1.0, "rope_theta": 10_000.0}  # fmt: skip
 TWO = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0}}
+MSCALE = YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 2,
+            "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}  # fmt: skip
 # Family, transformers' class, what differs from SMALL.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -51,6 +55,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("qwen3_moe", "Qwen3MoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0, 1]}),
     ("qwen3_moe", "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    ("qwen2", "Qwen2Config", {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("gpt_oss", "GptOssConfig", GPT_OSS | {"sliding_window": 8}),
+    ("gpt_oss", "GptOssConfig", GPT_OSS | {"sliding_window": 200, "swiglu_limit": 0.3, "rope_parameters": YARN}),
+    ("deepseek_v2", "DeepseekV2Config", DEEPSEEK | {"q_lora_rank": None}),
+    ("deepseek_v2", "DeepseekV2Config", DEEPSEEK | {"rope_parameters": MSCALE, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0}),
+    ("deepseek_v3", "DeepseekV3Config", DEEPSEEK | {"n_group": 4, "topk_group": 2, "rope_parameters": MSCALE}),
+    ("deepseek_v3", "DeepseekV3Config", DEEPSEEK | {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}),
     ("olmoe", "OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 3, "num_key_value_heads": 1}),
 ]  # fmt: skip
 
@@ -64,6 +75,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     with torch.no_grad():
         for parameter in model.parameters():  # norms too, so that none of them is left at its initial value
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.05)
     model.save_pretrained(tmp_path / "theirs")
     return family, tmp_path / "theirs"
 

@@ -35,6 +35,7 @@ from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json
 from windlass.models.build import build_model
+from windlass.models.hf_format import unmet
 from windlass.runs.events import WeightsImported
 from windlass.runs.folder import Run, create_run
 
@@ -145,7 +146,9 @@ def import_notes(folder: Path, recipe: Recipe, formats: set[torch.dtype]) -> lis
     config = read_json(folder / "config.json") or {}
     reasons, positions, length = "; ".join(match_format(config)[1]), max_positions(config) or 0, recipe.data.seq_len
     listed = " and ".join(sorted(str(torch_dtype).removeprefix("torch.") for torch_dtype in formats))
+    left_out = "; ".join(unmet(format_of(recipe.model).left_out, config))
     notes = (
+        (bool(left_out), left_out),
         (bool(reasons), f"family hf: {reasons}. It trains sharded, without tensor or pipeline parallelism."),
         (len(formats) > 1, f"weights of {listed} become fp32, which holds both exactly"),
         (

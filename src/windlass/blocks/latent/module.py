@@ -43,9 +43,10 @@ class LatentAttention(Block):
         self.scores = Scores(scale=spec.scale, softcap=spec.softcap)
         self.needs_mask = spec.softcap > 0
         kv_norm, q_norm = spec.norms
-        self.wq_down = Linear(spec.width, spec.q_rank) if spec.q_rank else None
+        self.wq = Linear(spec.width, spec.query_width) if q_norm is None else None
+        self.wq_down = None if q_norm is None else Linear(spec.width, spec.q_rank)
         self.q_norm = None if q_norm is None else Norm(q_norm)
-        self.wq = Linear(spec.q_rank or spec.width, spec.query_width)
+        self.wq_up = None if q_norm is None else Linear(spec.q_rank, spec.query_width)
         self.wkv_down = Linear(spec.width, spec.kv_rank + spec.rope_dim)
         self.kv_norm = Norm(kv_norm)
         self.wkv = Linear(spec.kv_rank, spec.expanded_width)
@@ -60,8 +61,12 @@ class LatentAttention(Block):
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(batch, heads, time, head_dim); a tensor-parallel rank holds some heads only."""
-        narrow = x if self.wq_down is None or self.q_norm is None else self.q_norm(self.wq_down(x))
-        q = self.wq(narrow).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if self.wq_down is None or self.q_norm is None or self.wq_up is None:
+            assert self.wq is not None
+            q = self.wq(x)
+        else:
+            q = self.wq_up(self.q_norm(self.wq_down(x)))
+        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         plain, turned = q.split(self.sizes[:2], dim=-1)
         return torch.cat((plain, rotate_pairs(turned, cos, sin)), dim=-1)
 

@@ -20,7 +20,7 @@ def parallelize(block: LatentAttention, meshes: Meshes) -> None:
         block.core = later_attention
     if meshes.tensor is None:
         return
-    divide_columns_then_rows(block, meshes.tensor, ("wq", "wkv"), "wo")
+    divide_columns_then_rows(block, meshes.tensor, ("wq" if block.wq_up is None else "wq_up", "wkv"), "wo")
     for module in (block.wq_down, block.q_norm, block.wkv_down, block.kv_norm):
         if module is not None:
             module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), meshes.tensor, [Replicate()]))

@@ -39,7 +39,7 @@ PRESET = Preset(
             llama.SCALED_ROPE,
             *llama.NO_BIASES,
             llama.SILU,
-            Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
+            llama.NO_WINDOW,
         ),
         weights=llama.WEIGHTS,
         transforms=llama.TRANSFORMS,
