@@ -35,8 +35,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         "beta_slow": 1.0, "rope_theta": 10_000.0}  # fmt: skip
 TWO = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0}}
 MSCALE = YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
-GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 2,
+GPT_OSS = {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
             "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}  # fmt: skip
 # Family, transformers' class, what differs from SMALL.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
