@@ -15,7 +15,8 @@ Table = tuple[Tensor, ...]
 class BlockContext(NamedTuple):
     """What the decoder computes once per step and hands to every block."""
 
-    # Constants of positions (rotary angles, decays) by the block's `table_key`.
+    # Constants of positions (rotary angles, decays) by the block's `table_key`; where positions begin again at each
+    # document (batch, 1, positions, numbers).
     tables: dict[str, Table]
     # Document number of each position (batch, positions), of all context ranks; None: one document.
     documents: Tensor | None = None

@@ -186,6 +186,8 @@ class ModelConfig(Table):
     """Norms multiply by one plus their weight."""
     embedding_scale: PositiveFloat | Literal["sqrt_width"] = 1.0
     """Factor of the token vectors."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the logits."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside the norms."""
     init_std: PositiveFloat = 0.02
@@ -222,9 +224,8 @@ class ModelConfig(Table):
         if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
         defaults = PRESETS.load(family).defaults
-        if isinstance(values.get("experts"), dict) and "experts" in defaults:
-            values = {**values, "experts": {**defaults["experts"], **values["experts"]}}
-        return {**defaults, **values}
+        tables = [key for key in ("experts", "latent") if isinstance(values.get(key), dict) and key in defaults]
+        return {**defaults, **values, **{key: {**defaults[key], **values[key]} for key in tables}}
 
     @model_validator(mode="wrap")
     @classmethod

@@ -144,7 +144,7 @@ def decoder_spec(config: ModelConfig, layers: list[LayerSpec]) -> ModelSpec:
             vocab=config.vocab, rows=padded_rows(config.vocab), width=config.width, scale=float(scale)
         ),
         groups=tuple(LayerGroup(layer, len(list(group))) for layer, group in groupby(layers)),
-        norm=norm_spec(config),
+        norm=replace(norm_spec(config), scale=config.logit_scale),
         tied=config.tied,
         init_std=config.init_std,
     )

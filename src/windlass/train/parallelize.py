@@ -70,6 +70,7 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             if block.core is not None:
                 block.core = attention_core(step.attention)
             block.fused = step.fused_projections
+        module.resets_positions = recipe.data.reset_positions
         if world.layout.context > 1:
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)

@@ -87,7 +87,7 @@ class Attention(Block):
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         batch, time = x.shape[:2]
         table = None if self.table_key is None else context.tables[self.table_key]
-        cos, sin = (None, None) if table is None else (table[0][:time], table[1][:time])
+        cos, sin = (None, None) if table is None else (part[..., :time, :] for part in table)
         mask, heads = context.masks.get(self.scores.window), self.heads(x, cos, sin)
         if mask is None:
             out = self.core(*heads, self.scores, context.documents, self.own_sinks())

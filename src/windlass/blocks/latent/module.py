@@ -74,7 +74,8 @@ class LatentAttention(Block):
         """The vector that keys and values are made from, and the keys' turned numbers, each (batch, time, numbers)."""
         narrow, turned = self.wkv_down(x).split((self.kv_rank, self.sizes[1]), dim=-1)
         # Of the turned numbers each tensor-parallel rank has a part of the gradient: that of its heads.
-        return own_part(self.kv_norm(narrow)), rotate_pairs(own_copy(turned), cos, sin)
+        turned = rotate_pairs(own_copy(turned).unsqueeze(1), cos, sin).squeeze(1)
+        return own_part(self.kv_norm(narrow)), turned
 
     def keys_and_values(self, narrow: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.wkv(narrow).unflatten(-1, (-1, self.sizes[0] + self.sizes[2])).transpose(1, 2)
@@ -84,7 +85,7 @@ class LatentAttention(Block):
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         batch, time = x.shape[:2]
-        cos, sin = (part[:time] for part in context.tables[self.table_key])
+        cos, sin = (part[..., :time, :] for part in context.tables[self.table_key])
         narrow, turned = (self.share(part) for part in self.latents(x, cos, sin))
         heads = self.queries(x, cos, sin), *self.keys_and_values(narrow, turned)
         mask = context.masks.get(0)
