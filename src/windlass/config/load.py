@@ -259,7 +259,7 @@ def _problem(model: type[BaseModel], item: Any) -> str:
     dotted, value = ".".join(loc), item.get("input")
     if item["type"] == "extra_forbidden":
         keys = _keys_at(model, loc[:-1])
-        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.5)
+        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.51)
         advice = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(sorted(keys))}"
         return f"{dotted}: unknown key; {advice}"
     if item["type"] == "missing":

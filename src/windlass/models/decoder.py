@@ -187,8 +187,7 @@ class DecoderModel(nn.Module):
         distinct = {block.table_key: block for block in self.blocks() if block.table_key is not None}
         start = 0 if self.resets_positions else self.position_start
         self.tables = {
-            key: block.make_table(start, self._table_end, torch.device(device))
-            for key, block in distinct.items()
+            key: block.make_table(start, self._table_end, torch.device(device)) for key, block in distinct.items()
         }
 
     def init_weights(self, seed: int) -> None:

@@ -22,7 +22,6 @@ from windlass.errors import ConfigError
 from windlass.models.decoder import DecoderModel
 from windlass.models.presets.hf import refuse_custom_code
 
-
 # Settings of decoders in which a position sees later ones (Gemma, XLNet).
 LATER_TOKENS = {"use_bidirectional_attention": True, "is_causal": False, "attn_type": "bi"}
 

@@ -90,7 +90,7 @@ def test_losses_enter_the_backward_pass_and_are_those_of_each_sequence() -> None
 
 
 def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
-    block = make_block(balance="bias", balance_strength=0.01, router="sigmoid", renormalise=False)
+    block = make_block(bias_step=0.01, router="sigmoid", renormalise=False)
     tokens = torch.randn(10, 16)
     scores = (tokens @ block.router.t()).sigmoid()
     assert block.bias is not None

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.blocks.attention.kernels import Scores, causal_attention
 from windlass.blocks.attention.module import Attention
-from windlass.blocks.divide import Meshes, divide_columns_then_rows, gather_with_gradient, by_rows
+from windlass.blocks.divide import Meshes, by_rows, divide_columns_then_rows, gather_with_gradient
 from windlass.blocks.norm import parallel as parallel_norm
 
 

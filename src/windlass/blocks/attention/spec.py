@@ -92,6 +92,8 @@ class AttentionSpec(BlockSpec):
         kept = size * (2.0 * self.query_width + 2.0 * keys) + 4.0 * self.heads
         if step.fused_projections or self.qk_norm != "none":
             kept += size * (self.query_width + self.kv_width)
+        if self.sinks:  # what is multiplied with the sinks' share; compiled code computes the product again
+            kept += 4.0 * self.heads + (0.0 if step.compile else size * self.query_width)
         if not step.flash:
             kept += (KEPT_SCORE_BYTES if step.native else 2.0 * size) * self.heads * step.seq_len
         return kept / layout.tensor

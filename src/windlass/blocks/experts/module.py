@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windlass.blocks.activations import gate_function
 from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.divide import own_copy, own_part
-from windlass.blocks.experts.rows import SortedRows, SummedRows, bias_of_rows, grouped_product
+from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product, memberships
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.initial_values import Filler
 from windlass.blocks.linear import Linear
@@ -71,13 +71,13 @@ class Experts(Block):
         rows: Tensor = cast(Any, SortedRows).apply(tokens, order, place, self.spec.top_k)
         gate, up = grouped_product(rows, own_part(self.w1), ends), grouped_product(rows, own_part(self.w3), ends)
         if self.spec.bias:
-            gate = gate + bias_of_rows(own_part(self.w1_bias), ends, len(rows))
-            up = up + bias_of_rows(own_part(self.w3_bias), ends, len(rows))
+            member = memberships(ends, rows)
+            gate, up = gate + member @ own_part(self.w1_bias), up + member @ own_part(self.w3_bias)
         # Weighted here and not after the last product, whose result need not be kept then.
         shares = weights.flatten().gather(0, order).to(rows.dtype)[:, None]
         down = grouped_product(self.gated(gate, up) * shares, own_part(self.w2), ends)
         if self.spec.bias:  # every tensor-parallel rank adds its share
-            down = down + bias_of_rows(own_copy(self.w2_bias) / self.tensor_ranks, ends, len(rows)) * shares
+            down = down + (member * shares) @ (own_copy(self.w2_bias) / self.tensor_ranks)
         out: Tensor = cast(Any, SummedRows).apply(down, order, place, self.spec.top_k)
         if self.shared is not None:
             out = out + self.shared(tokens)

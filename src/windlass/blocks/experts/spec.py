@@ -69,7 +69,9 @@ class ExpertsSpec(BlockSpec):
         on an H200, as counted here); eager code also keeps the activated gate and the product before its weights."""
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         rows = size * self.top_k * self.width
-        return self.routing_bytes() + rows + size * hidden * (3.0 if step.compile else 5.0)
+        eager = 8.0 if self.activation == "clamped_swiglu" else 5.0
+        members = 2.0 * size * self.top_k * self.count if self.bias else 0.0  # plain and weighted
+        return self.routing_bytes() + rows + members + size * hidden * (3.0 if step.compile else eager)
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Gradients of the sorted copies, by gate and by up, and of the product between them."""

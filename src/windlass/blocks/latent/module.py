@@ -66,9 +66,10 @@ class LatentAttention(Block):
             q = self.wq(x)
         else:
             q = self.wq_up(self.q_norm(self.wq_down(x)))
-        q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        plain, turned = q.split(self.sizes[:2], dim=-1)
-        return torch.cat((plain, rotate_pairs(turned, cos, sin)), dim=-1)
+        plain, turned = q.unflatten(-1, (-1, self.head_dim)).split(self.sizes[:2], dim=-1)
+        turned = rotate_pairs(turned.transpose(1, 2), cos, sin).transpose(1, 2)
+        # Heads of one position lie side by side, and so does what the kernel returns: the last product needs no copy.
+        return torch.cat((plain, turned), dim=-1).transpose(1, 2)
 
     def latents(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The vector that keys and values are made from, and the keys' turned numbers, each (batch, time, numbers)."""
@@ -78,10 +79,11 @@ class LatentAttention(Block):
         return own_part(self.kv_norm(narrow)), turned
 
     def keys_and_values(self, narrow: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        heads = self.wkv(narrow).unflatten(-1, (-1, self.sizes[0] + self.sizes[2])).transpose(1, 2)
+        heads = self.wkv(narrow).unflatten(-1, (-1, self.sizes[0] + self.sizes[2]))
         plain, values = heads.split((self.sizes[0], self.sizes[2]), dim=-1)
-        shared = turned.unsqueeze(1).expand(-1, plain.shape[1], -1, -1)
-        return torch.cat((plain, shared), dim=-1), values
+        keys = torch.cat((plain, turned.unsqueeze(2).expand(-1, -1, plain.shape[2], -1)), dim=-1)
+        # A copy: the backward pass would keep the part of the keys that lies beside the values.
+        return keys.transpose(1, 2), values.contiguous().transpose(1, 2)
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         batch, time = x.shape[:2]

@@ -71,10 +71,10 @@ class LatentSpec(AttentionSpec):
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """On every rank the narrow vectors, before and after their norms; of its heads queries, keys, values, the output
         and its log-sums."""
-        size = step.bytes_per_value
-        narrow = 2.0 * (self.kv_rank + self.q_rank)
-        if not step.compile:  # in fp32 too, and what is multiplied with the weight
-            narrow *= 2.0 if step.precision == "fp32" else 3.0
+        size, numbers = step.bytes_per_value, self.kv_rank + self.q_rank
+        narrow = 2.0 * numbers + self.rope_dim
+        if not step.compile:  # also what is multiplied with the weight; in 16 bits the input in fp32 instead
+            narrow = 3.0 * numbers + self.rope_dim if step.precision == "fp32" else 4.0 * numbers
         heads = size * (2.0 * self.query_width + 2.0 * self.value_width) + 4.0 * self.heads
         if not step.flash:
             heads += (4.0 if step.native else 2.0 * size) * self.heads * step.seq_len

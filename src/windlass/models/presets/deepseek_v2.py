@@ -98,7 +98,9 @@ PRESET = Preset(
             *REQUIREMENTS,
             Requirement(("scoring_func",), ("softmax",), "its router's scores are {value}"),
             Requirement(("topk_method",), ("greedy", "group_limited_greedy"), "its experts are chosen by {value}"),
-            Requirement(("norm_topk_prob",), (False,), "weights of experts are renormalised, which transformers ignores"),
+            Requirement(
+                ("norm_topk_prob",), (False,), "weights of experts are renormalised, which transformers ignores"
+            ),
         ),
         weights=WEIGHTS,
         transforms=llama.TRANSFORMS,

@@ -38,7 +38,11 @@ PRESET = Preset(
         },
         parts=(ROPE, LAYER_TYPES, experts_part("num_local_experts", "intermediate_size", renormalise=True)),
         model_types=("gpt_oss",),
-        requirements=(llama.SCALED_ROPE, llama.SILU, Requirement(("attention_bias",), (True,), "its attention has no biases")),
+        requirements=(
+            llama.SCALED_ROPE,
+            llama.SILU,
+            Requirement(("attention_bias",), (True,), "its attention has no biases"),
+        ),
         weights={
             **ATTENTION_WEIGHTS,
             **llama.QKV_BIASES,

@@ -6,7 +6,7 @@ from typing import Any
 from windlass.config import ModelConfig
 from windlass.config.model import layer_letters
 from windlass.models.assemble import transformer_spec
-from windlass.models.hf_format import ConfigPart, HFFormat, Preset, Requirement
+from windlass.models.hf_format import ConfigPart, HFFormat, Preset
 from windlass.models.hf_parts import ROPE
 from windlass.models.presets import llama
 
