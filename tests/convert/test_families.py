@@ -87,6 +87,7 @@ def test_a_family_is_imported_and_exported(folder: tuple[str, Path], tmp_path: P
     family, theirs = folder
     imported = import_model(theirs, tmp_path / "run")
     assert imported.family == family and imported.check is not None and imported.check.difference < 1e-5
+    assert any("multi-token" in note for note in imported.notes) == (family == "deepseek_v3")
     export(tmp_path / "run", tmp_path / "ours")
     before, after = load_file(theirs / "model.safetensors"), load_file(tmp_path / "ours" / "model.safetensors")
     assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
