@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from windlass.convert.export import export
 from windlass.convert.imports import import_model
 from windlass.convert.source import find_source, load_model
+from windlass.evaluate.generate import TextDecoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,3 +103,7 @@ def test_a_family_is_imported_and_exported(folder: tuple[str, Path], tmp_path: P
     apart = model(tokens, None, numbers)
     assert torch.allclose(apart[:, :25], whole[:, :25], atol=1e-5)
     assert not torch.allclose(apart[:, 25:], whole[:, 25:], atol=1e-3)
+    decoder = TextDecoder(model, 1, 40)
+    by_token = [decoder.feed(tokens[:, :25]), decoder.feed(tokens[:, 25:26]), decoder.feed(tokens[:, 26:30])]
+    by_token.append(decoder.run(tokens[:, 30:31], torch.tensor([30]), None))  # as recorded on a GPU
+    assert torch.allclose(torch.stack(by_token, 1), whole[:, [24, 25, 29, 30], :150], atol=1e-5)

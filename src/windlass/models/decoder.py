@@ -234,8 +234,8 @@ class DecoderModel(nn.Module):
         if not x.is_cuda or self.divided_positions:
             return {}
         length, masks = x.shape[1], {}
-        blocks = [block for block in self.blocks() if block.window is not None]
-        for window, needed in {block.window: block.needs_mask for block in blocks}.items():
+        needs = {block.window: block.needs_mask for block in self.blocks() if block.window is not None}
+        for window, needed in needs.items():
             if documents is not None:
                 masks[window] = block_mask(window, length, documents, x.device)
             elif needed or 0 < window < length:

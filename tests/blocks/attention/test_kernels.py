@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from windlass.blocks.attention.kernels import QUERY_BLOCK, Scores, causal_attention, expand_heads, needs_expanded_heads
+from windlass.blocks.attention.kernels import (
+    QUERY_BLOCK,
+    Scores,
+    block_mask,
+    block_masked_attention,
+    causal_attention,
+    expand_heads,
+    needs_expanded_heads,
+)
 
 
 def written_out(
@@ -61,6 +69,24 @@ def test_a_sink_takes_a_share_of_the_attention(monkeypatch: pytest.MonkeyPatch, 
     numbers = torch.tensor([[0] * 14 + [1] * 17, [0] * 20 + [1] * 11])
     out = causal_attention(q, k, v, Scores(window=window), numbers, sinks, start=start)
     assert torch.allclose(out, written_out(q, k, v, Scores(window=window), numbers, start, sinks), atol=1e-6)
+
+
+@pytest.mark.parametrize(("window", "width", "sinks"), [(0, 4, True), (7, 4, True), (0, 8, False)])
+def test_one_kernel_with_a_mask_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, window: int, width: int, sinks: bool
+) -> None:
+    """As on a GPU, without its compiler; values may be wider than keys."""
+    monkeypatch.setattr("windlass.blocks.attention.kernels._compiled", lambda function: function)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 64, 4), torch.randn(2, 2, 64, 4), torch.randn(2, 2, 64, width)
+    scores, numbers, sink = (
+        Scores(window=window),
+        torch.arange(64).expand(2, 64) // 20,
+        torch.randn(6) if sinks else None,
+    )
+    mask = block_mask(window, 64, numbers, torch.device("cpu"))
+    out = block_masked_attention(q, k, v, scores, mask, sink)
+    assert torch.allclose(out, causal_attention(q, k, v, scores, numbers, sink), atol=1e-6)
 
 
 def test_the_square_of_positions_never_exists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LatentAttention(Block):
     last_weight = "wo.weight"
+    table_key: str  # it always turns some numbers
 
     def __init__(self, spec: LatentSpec) -> None:
         super().__init__()

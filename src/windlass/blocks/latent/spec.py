@@ -46,7 +46,7 @@ class LatentSpec(AttentionSpec):
         return {**weights, "latent norms": self.kv_rank + self.q_rank}
 
     def products(self) -> tuple[Product, ...]:
-        query = (Product("query", self.query_width, self.width, "outputs", "query input"),)
+        query: tuple[Product, ...] = (Product("query", self.query_width, self.width, "outputs", "query input"),)
         if self.q_rank:
             query = (
                 Product("query down", self.q_rank, self.width, "", "query input"),
