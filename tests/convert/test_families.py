@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from windlass.config import load_recipe
 from windlass.convert.export import export
 from windlass.convert.imports import import_model
 from windlass.convert.source import find_source, load_model
@@ -92,6 +93,9 @@ def test_a_family_is_imported_and_exported(folder: tuple[str, Path], tmp_path: P
     export(tmp_path / "run", tmp_path / "ours")
     before, after = load_file(theirs / "model.safetensors"), load_file(tmp_path / "ours" / "model.safetensors")
     assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
+
+    written = load_recipe(tmp_path / "run/recipe.toml", ["train.steps=1"]).recipe.model
+    assert written == find_source(tmp_path / "run").recipe.model
 
     # Packed documents see what each sees alone; generation token by token what a forward pass sees.
     source = find_source(tmp_path / "run")

@@ -102,8 +102,8 @@ class LatentConfig(Table):
 
     kv_rank: PositiveInt
     """Width of the vector that keys and values are made from."""
-    q_rank: PositiveInt | None = None
-    """Width of the vector that queries are made from (default: they are made from the residual stream)."""
+    q_rank: NonNegativeInt = 0
+    """Width of the vector that queries are made from; 0: they are made from the residual stream."""
     nope_dim: PositiveInt
     """Numbers of each head's queries and keys without a position."""
     rope_dim: PositiveInt

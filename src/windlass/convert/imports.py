@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windlass.checkpoint import names
 from windlass.checkpoint.save import Saver
-from windlass.config import Loaded, Recipe, SaveConfig
+from windlass.config import Loaded, ModelConfig, Recipe, SaveConfig
 from windlass.config.load import flatten
 from windlass.convert.config_json import (
     format_of,
@@ -196,11 +196,18 @@ def write_run(
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The recipe's TOML: what differs from the defaults. JSON values are valid TOML values."""
+    """The recipe's TOML: what differs from the defaults, of the model from those of its family. JSON values are valid
+    TOML values."""
     lines, tables = ["# Written by `windlass import`."], []
-    for key, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True).items():
+    standard = ModelConfig(family=recipe.model.family)
+    if recipe.model.rope_scaling != standard.rope_scaling:  # replaces that of the family, key by key
+        standard = standard.model_copy(update={"rope_scaling": None})
+    usual = dict(flatten(standard.model_dump(mode="json")))
+    model = {key: value for key, value in flatten(recipe.model.model_dump(mode="json")) if value != usual.get(key)}
+    values = recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    for key, value in (values | {"model": {"family": recipe.model.family, **model}}).items():
         if isinstance(value, dict):
-            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value)]
+            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value) if inner is not None]
             tables.append("\n".join([f"[{key}]", *pairs]))
         else:
             lines.append(f"{key} = {json.dumps(value)}")

@@ -97,7 +97,7 @@ def latent_spec(config: ModelConfig, latent: LatentConfig) -> LatentSpec:
         softcap=config.attention_softcap or 0.0,
         value_dim=latent.value_dim,
         kv_rank=latent.kv_rank,
-        q_rank=latent.q_rank or 0,
+        q_rank=latent.q_rank,
     )
 
 

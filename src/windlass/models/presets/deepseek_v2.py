@@ -28,9 +28,9 @@ EXPERT_KEYS = {
     "scale": "routed_scaling_factor",
     "renormalise": "norm_topk_prob",
 }
-LATENT = ConfigPart(
-    lambda config: {"latent": {key: config.get(name) for key, name in LATENT_KEYS.items()}},
-    lambda model: {name: model["latent"][key] for key, name in LATENT_KEYS.items()},
+LATENT = ConfigPart(  # a rank of 0 is null in the folder
+    lambda config: {"latent": {key: config.get(name) or 0 for key, name in LATENT_KEYS.items()}},
+    lambda model: {name: model["latent"][key] or None for key, name in LATENT_KEYS.items()},
     ("latent",),
 )
 
