@@ -31,6 +31,9 @@ TOLERANCE = 3e-6
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"count": 6, "top_k": 2, "ffn": 48, "shared": 1, "dense_layers": 1, "balance_weight": 0.1, "z_loss": 1e-2},
     "olmoe": {"count": 8, "top_k": 3, "ffn": 32, "router": "sigmoid", "groups": 4, "groups_kept": 2, "balance": "bias", "balance_weight": 2e-3},
+    "gpt_oss": {"count": 4, "top_k": 2, "ffn": 48, "balance_weight": 0.1},
+    "deepseek_v2": {"count": 6, "top_k": 2, "ffn": 48, "balance_weight": 0.1},
+    "deepseek_v3": {"count": 8, "top_k": 3, "ffn": 32, "dense_layers": 1, "groups": 4, "groups_kept": 2, "balance_weight": 0.1},
 }  # fmt: skip
 """Balance losses of a sequence, and biases moved by the loads of the whole batch."""
 
@@ -42,6 +45,12 @@ def make_recipe(
     shape |= {"value_width": 96, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
     if family in ("olmo3", "gemma3"):
         shape |= {"window": 12, "pattern": "WF..."}
+    if family == "gpt_oss":
+        shape |= {"window": 12, "rope_scaling": {"kind": "yarn", "factor": 4.0, "old_length": 16}}
+    if family.startswith("deepseek"):
+        shape |= {"kv_heads": None, "latent": {"kv_rank": 24, "nope_dim": 12, "rope_dim": 8, "value_dim": 16}}
+    if family == "deepseek_v3":
+        shape["latent"]["q_rank"] = 32
     if family in EXPERTS:
         shape["experts"] = EXPERTS[family]
     if layout.pop("tied", False):
@@ -236,6 +245,13 @@ CASES = [
     # Rows travel to the ranks of their experts, whose gradients are summed over fewer ranks.
     Parity(2, 8, {"shard": "zero1", "context": 2, "expert": 2, "train": {"recompute": "full"}}, family="qwen3_moe"),
     Parity(4, 4, {"shard": "full", "tensor": 2, "expert": 2}, family="qwen3_moe"),
+    # Sinks of some heads, biases that every tensor-parallel rank or only one adds; latents that ranks share.
+    Parity(2, 4, {"shard": "full", "tensor": 2}, family="gpt_oss"),
+    Parity(4, 4, {"shard": "full", "context": 2, "tensor": 2}, family="gpt_oss", documents=True),
+    Parity(2, 4, {"shard": "none", "tensor": 2}, family="deepseek_v2"),
+    Parity(4, 4, {"shard": "full", "context": 2, "tensor": 2}, family="deepseek_v3", documents=True),
+    Parity(2, 4, {"shard": "full", "pipeline": 2}, family="deepseek_v3"),
+    Parity(4, 4, {"shard": "full", "tensor": 2, "expert": 2}, family="gpt_oss"),
 ]
 
 

@@ -1,7 +1,9 @@
 """Activations of feed-forward blocks that have no parameters; of gated ones what acts on the gate."""
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,3 +13,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def gate_function(activation: str, clamp: tuple[float, float]) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a gated block makes of its two first products, gate and up. `clamp` is that of `clamped_swiglu`."""
+    if activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])
+    function = ACTIVATIONS[activation]
+    return lambda gate, up: function(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)

@@ -16,6 +16,8 @@ TRANSFORMS: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, i
         lambda tensor, rows: F.pad(tensor, (0, 0, 0, rows - len(tensor))) if len(tensor) < rows else tensor,
         lambda tensor, rows: tensor[:rows],
     ),
+    # Matrices (of experts) that the folder multiplies from the right.
+    "transpose": (lambda tensor, rows: tensor.transpose(-1, -2), lambda tensor, rows: tensor.transpose(-1, -2)),
 }
 
 
@@ -41,8 +43,9 @@ def from_hf(
         tied = format.hf_name(format.tied[name]) if name in format.tied else None
         source = next((source for source in (full, body, older.get(full), tied) if source and source in weights), None)
         if source is not None:
-            loaded[name] = weights[source]
-            if (kind := format.transforms.get(name)) and loaded[name].shape[1:] == target.shape[1:]:
+            index, count = format.turn(name)
+            loaded[name] = weights[source] if count == 1 else weights[source][..., index::count]
+            if (kind := format.transform(name)) and loaded[name].ndim == target.ndim:
                 loaded[name] = TRANSFORMS[kind][0](loaded[name], len(target))
     twins = twins or {}
     return loaded | {name: loaded[twin] for name, twin in twins.items() if name not in loaded and twin in loaded}

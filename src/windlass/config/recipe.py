@@ -42,6 +42,8 @@ class DataConfig(Table):
     """Tokens of one optimizer step over all devices."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
+    reset_positions: bool = False
+    """Rotary positions begin again at each document. Needs mask_documents."""
     pack: Literal["stream"] = "stream"
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
     document."""

@@ -73,6 +73,7 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             if block.core is not None:
                 block.core = attention_core(step.attention)
             block.fused = step.fused_projections
+        module.resets_positions = recipe.data.reset_positions
         if world.layout.context > 1:
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)
@@ -255,12 +256,10 @@ def shard_placement(world: World) -> Callable[[nn.Parameter], Any]:
 
     def place(parameter: nn.Parameter) -> Any:
         shape = local_tensor(parameter).shape
-        if len(shape) < 3:
-            return None
         if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
             assert on_expert_mesh is not None
             return on_expert_mesh(even_shard(shape, world.layout.expert_shard_size))
-        return even_shard(shape, world.layout.shard_size)
+        return None if len(shape) < 3 else even_shard(shape, world.layout.shard_size)
 
     return place
 

@@ -17,13 +17,15 @@ class ExpertsSpec(BlockSpec):
     top_k: int
     shared_hidden: int = 0  # of all shared experts together; 0: there are none
     activation: str = "swiglu"  # a gated one
+    clamp: tuple[float, float] = (1.702, 7.0)  # of `clamped_swiglu`: alpha and limit
+    bias: bool = False  # of the router and of every product of the experts
     router: str = "softmax"
     renormalise: bool = True
     groups: int = 1
     groups_kept: int = 1
     scale: float = 1.0
-    balance: str = "loss"
-    balance_strength: float = 0.0  # factor of the balance loss, or step of the bias
+    balance_strength: float = 0.0  # factor of the balance loss; 0: there is none
+    bias_step: float = 0.0  # of the bias that balances the choice of experts; 0: there is none
     z_loss: float = 0.0
 
     kind = "experts"
@@ -32,13 +34,17 @@ class ExpertsSpec(BlockSpec):
         terms = {"experts": 3 * self.count * self.width * self.hidden, "router": self.count * self.width}
         if self.shared_hidden:
             terms["shared experts"] = 3 * self.width * self.shared_hidden
+        if self.bias:
+            terms["biases"] = self.count * (1 + 2 * self.hidden + self.width)
         return terms
 
     def expert_params(self) -> int:
-        return self.params()["experts"]
+        biases = self.count * (2 * self.hidden + self.width) if self.bias else 0
+        return self.params()["experts"] + biases
 
     def active_params(self) -> int:
-        return sum(product.weights for product in self.products())
+        biases = self.count + self.top_k * (2 * self.hidden + self.width) if self.bias else 0
+        return biases + sum(product.weights for product in self.products())
 
     def products(self) -> tuple[Product, ...]:
         used, experts = self.top_k * self.hidden, {"experts": self.count, "top_k": self.top_k}
@@ -71,7 +77,11 @@ class ExpertsSpec(BlockSpec):
         size, full = step.bytes_per_value, self.fullest(layout)
         hidden = (full * self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         rows = full * size * self.top_k * self.width
-        return self.routing_bytes() + rows + size * hidden * (3.0 if step.compile else 5.0)
+        eager = 8.0 if self.activation == "clamped_swiglu" else 5.0
+        members = (
+            2.0 * full * size * self.top_k * self.count / layout.expert if self.bias else 0.0
+        )  # plain and weighted
+        return self.routing_bytes() + rows + members + size * hidden * (3.0 if step.compile else eager)
 
     def fullest(self, layout: Layout) -> float:
         """Rows of the fullest rank relative to those of its own tokens."""
