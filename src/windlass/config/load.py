@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import GATED, LAYER_KINDS, REPEATED, ExpertsConfig, ModelConfig
+from windlass.config.model import LAYER_KINDS, REPEATED, ExpertsConfig, ModelConfig
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -330,8 +330,8 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     count, top_k, groups = experts.count, experts.top_k, experts.groups
     if model.family == "retnet":
         yield "model.experts: family 'retnet' has a plain feed-forward block; leave the table out"
-    if model.activation not in GATED:
-        yield f"model.activation ({model.activation}): experts have a gate; use {' or '.join(GATED)}"
+    if model.activation == "xielu":
+        yield "model.activation (xielu): it has parameters, which experts do not; use swiglu, geglu, gelu or relu2"
     if top_k > count:
         yield f"model.experts.top_k ({top_k}) is above model.experts.count ({count}); at most {count}"
     if count % groups:

@@ -29,7 +29,7 @@ class Experts(Block):
         self.router = nn.Parameter(torch.empty(spec.count, spec.width))
         self.w1 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width))
         self.w2 = nn.Parameter(torch.empty(spec.count, spec.width, spec.hidden))
-        self.w3 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width))
+        self.w3 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width)) if spec.gated else None
         self.shared = SharedExpert(spec) if spec.shared_hidden else None
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(spec.count) if spec.balance == "bias" else None)
@@ -59,7 +59,8 @@ class Experts(Block):
         ends = loads.sum(0).cumsum(0).to(torch.int32)
         rows: Tensor = cast(Any, SortedRows).apply(tokens, order, place, self.spec.top_k)
         hidden = self.activation(grouped_product(rows, own_part(self.w1), ends))
-        hidden = hidden * grouped_product(rows, own_part(self.w3), ends)
+        if self.w3 is not None:
+            hidden = hidden * grouped_product(rows, own_part(self.w3), ends)
         # Weighted here and not after the last product, whose result need not be kept then.
         hidden = hidden * weights.flatten().gather(0, order).to(hidden.dtype)[:, None]
         out: Tensor = cast(Any, SummedRows).apply(
@@ -125,12 +126,15 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.w1 = Linear(spec.width, spec.shared_hidden)
         self.w2 = Linear(spec.shared_hidden, spec.width)
-        self.w3 = Linear(spec.width, spec.shared_hidden)
+        self.w3 = Linear(spec.width, spec.shared_hidden) if spec.gated else None
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """A tensor-parallel rank returns its part of a sum over ranks."""
-        return local_product(self.w2, self.activation(local_product(self.w1, tokens)) * local_product(self.w3, tokens))
+        hidden = self.activation(local_product(self.w1, tokens))
+        if self.w3 is not None:
+            hidden = hidden * local_product(self.w3, tokens)
+        return local_product(self.w2, hidden)
 
 
 def local_product(layer: Linear, x: Tensor) -> Tensor:

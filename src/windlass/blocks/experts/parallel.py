@@ -18,11 +18,15 @@ def parallelize(block: Experts, meshes: Meshes) -> None:
     if meshes.tensor is None:
         return
     modules: list[tuple[nn.Module, dict[str, Any]]] = [
-        (block, {"router": Replicate(), "w1": Shard(1), "w2": Shard(2), "w3": Shard(1)})
+        (
+            block,
+            {"router": Replicate(), "w1": Shard(1), "w2": Shard(2)} | ({"w3": Shard(1)} if block.spec.gated else {}),
+        )
     ]
     if block.shared is not None:
         for layer, dim in ((block.shared.w1, 0), (block.shared.w2, 1), (block.shared.w3, 0)):
-            modules.append((layer, {"weight": Shard(dim)}))
+            if layer is not None:
+                modules.append((layer, {"weight": Shard(dim)}))
     for module, placements in modules:
         for name, placement in placements.items():
             weight = distribute_tensor(getattr(module, name).detach(), meshes.tensor, [placement])

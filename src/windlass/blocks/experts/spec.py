@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from windlass.blocks.interface import BlockSpec, Product
+from windlass.config.model import GATED
 from windlass.layout.types import Layout, StepSpec
 
 
@@ -13,7 +14,7 @@ class ExpertsSpec(BlockSpec):
     count: int
     top_k: int
     shared_hidden: int = 0  # of all shared experts together; 0: there are none
-    activation: str = "swiglu"  # a gated one
+    activation: str = "swiglu"
     router: str = "softmax"
     renormalise: bool = True
     groups: int = 1
@@ -25,10 +26,15 @@ class ExpertsSpec(BlockSpec):
 
     kind = "experts"
 
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
     def params(self) -> dict[str, int]:
-        terms = {"experts": 3 * self.count * self.width * self.hidden, "router": self.count * self.width}
+        matrices = 3 if self.gated else 2
+        terms = {"experts": matrices * self.count * self.width * self.hidden, "router": self.count * self.width}
         if self.shared_hidden:
-            terms["shared experts"] = 3 * self.width * self.shared_hidden
+            terms["shared experts"] = matrices * self.width * self.shared_hidden
         return terms
 
     def active_params(self) -> int:
@@ -36,21 +42,20 @@ class ExpertsSpec(BlockSpec):
 
     def products(self) -> tuple[Product, ...]:
         used, experts = self.top_k * self.hidden, {"experts": self.count, "top_k": self.top_k}
-        routed = (
+        products = (
             Product("router", self.count, self.width, "", "input"),
             # Read apart: the two grouped products do not run as one.
             Product("gate", used, self.width, "outputs", "gate rows", **experts),
             Product("up", used, self.width, "outputs", "up rows", **experts),
             Product("down", self.width, used, "inputs", "hidden", **experts),
         )
-        if not self.shared_hidden:
-            return routed
-        return (
-            *routed,
-            Product("shared gate", self.shared_hidden, self.width, "outputs", "shared input"),
-            Product("shared up", self.shared_hidden, self.width, "outputs", "shared input"),
-            Product("shared down", self.width, self.shared_hidden, "inputs", "shared hidden"),
-        )
+        if self.shared_hidden:
+            products += (
+                Product("shared gate", self.shared_hidden, self.width, "outputs", "shared input"),
+                Product("shared up", self.shared_hidden, self.width, "outputs", "shared input"),
+                Product("shared down", self.width, self.shared_hidden, "inputs", "shared hidden"),
+            )
+        return products if self.gated else tuple(p for p in products if "gate" not in p.name)
 
     masks_documents = True
     kept_by_selective = True
@@ -61,22 +66,24 @@ class ExpertsSpec(BlockSpec):
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Routing, the sorted copies of each token, and gate, up and their weighted product (63.3 and 92.1 GiB measured
-        on an H200, as counted here); eager code also keeps the activated gate and the product before its weights."""
+        on an H200, as counted here); eager code also keeps the activated gate and the product before its weights.
+        Without a gate: up and its weighted activation, eager code also the activation."""
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         rows = size * self.top_k * self.width
-        return self.routing_bytes() + rows + size * hidden * (3.0 if step.compile else 5.0)
+        values = (3.0 if step.compile else 5.0) if self.gated else (2.0 if step.compile else 3.0)
+        return self.routing_bytes() + rows + size * hidden * values
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Gradients of the sorted copies, by gate and by up, and of the product between them."""
-        rows, hidden = 2.0 * self.top_k * self.width, self.top_k * self.hidden / layout.tensor
+        rows, hidden = (2.0 if self.gated else 1.0) * self.top_k * self.width, self.top_k * self.hidden / layout.tensor
         return step.bytes_per_value * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Scores of all experts, copies of each token to its experts and back, and the gate."""
+        """Scores of all experts, copies of each token to its experts and back, and the activation."""
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         copies = 2.0 * size * (self.top_k + 1) * self.width
-        gate = 16.0 if step.native and not step.compile else 3.0 * size
-        return 2.0 * self.routing_bytes() + copies + gate * hidden
+        activated = 16.0 if step.native and not step.compile else (3.0 if self.gated else 2.0) * size
+        return 2.0 * self.routing_bytes() + copies + activated * hidden
 
     def context_bytes(self, step: StepSpec, layout: Layout) -> float:
         return 0.0
