@@ -34,6 +34,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
         "beta_slow": 1.0, "rope_theta": 10_000.0}  # fmt: skip
 TWO = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0}}
+MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16}
 # Family, transformers' class, what differs from SMALL.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -52,6 +53,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "Qwen3MoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0, 1]}),
     ("qwen3_moe", "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}),
     ("olmoe", "OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("nemotron_h", "NemotronHConfig", {"hybrid_override_pattern": "M-M*-M", "time_step_min": 0.02, **MAMBA}),
+    ("nemotron_h", "NemotronHConfig", {"hybrid_override_pattern": "ME*EME", "n_routed_experts": 5, "num_experts_per_tok": 2,
+      "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, **MAMBA}),
 ]  # fmt: skip
 
 

@@ -28,13 +28,20 @@ def from_hf(
     """
     format = PRESETS.load(family).hf
     older = {new: old for table in format.older_names.values() for new, old in table.items()}
-    loaded = {}
+    loaded: dict[str, Any] = {}
+    for full, parts in format.folder_tensors(own).items():
+        if len(parts) > 1 and full in weights:
+            joined, rows = weights[full], [len(own[name]) for name in parts]
+            if sum(rows) == len(joined):
+                loaded |= dict(zip(parts, joined.split(rows), strict=True))
     for name, target in own.items():
+        if name in loaded:
+            continue
         full = format.hf_name(name)
         if full and "{expert}" in full:
-            parts = [full.replace("{expert}", str(expert)) for expert in range(len(target))]
-            if all(part in weights for part in parts):
-                loaded[name] = torch.stack([weights[part] for part in parts])
+            stack = [full.replace("{expert}", str(expert)) for expert in range(len(target))]
+            if all(part in weights for part in stack):
+                loaded[name] = torch.stack([weights[part] for part in stack])
             continue
         # GPT-2's and Bloom's folders hold the body alone.
         body = full.partition(".")[2] if format.wraps_transformers else None

@@ -82,8 +82,30 @@ class ExpertsConfig(Table):
         return {"loss": self.balance_weight or 0.01, "bias": self.balance_weight or 0.001}.get(self.balance, 0.0)
 
 
+class MambaConfig(Table):
+    """`[model.mamba]`: the Mamba-2 mixer of the M layers."""
+
+    heads: PositiveInt
+    """Number of heads, each with a state of its own."""
+    head_dim: PositiveInt = 64
+    """Width of one head."""
+    state: PositiveInt = 128
+    """Numbers that a head keeps for each of its values (ssm_state_size)."""
+    groups: PositiveInt = 8
+    """Groups of heads that write and read their states alike (n_groups)."""
+    conv: Annotated[int, Field(ge=2)] = 4
+    """Positions that the convolution sees, its own included (conv_kernel)."""
+    chunk: PositiveInt = 128
+    """Positions that are computed as one square; the result does not depend on it."""
+    dt_min: PositiveFloat = 0.001
+    """Smallest time step, and the lower end of those that training begins with (time_step_min)."""
+    dt_max: PositiveFloat = 0.1
+    """Upper end of the time steps that training begins with (time_step_max)."""
+
+
 REPEATED = "..."  # at the end of `model.pattern`
 LAYER_KINDS = "FWN"
+HYBRID_KINDS = "M*-E"  # of family nemotron_h: layers of one block
 GATED = ("swiglu", "geglu")  # activations with a gate
 
 
@@ -116,10 +138,14 @@ class ModelConfig(Table):
     activation: Literal["swiglu", "geglu", "gelu", "relu2", "xielu"] = "swiglu"
     """Activation of the feed-forward block; swiglu and geglu have a gate."""
     experts: ExpertsConfig | None = None
-    """Mixture of experts instead of the feed-forward block."""
+    """Mixture of experts instead of the feed-forward block (in a pattern with E: in the E layers)."""
+    mamba: MambaConfig | None = None
+    """Mamba-2 mixer of the M layers."""
     pattern: str | None = None
     """Kind of each layer, one letter each: F full attention, W attention in a window, N full attention without rotary
-    positions. `...` at the end repeats the letters before it (default: F everywhere)."""
+    positions, each followed by a feed-forward block (default: F everywhere). Family nemotron_h has layers of one block:
+    M Mamba-2, * attention without rotary positions, - feed-forward, E experts. `...` at the end repeats the letters
+    before it."""
     window: PositiveInt | None = None
     """Positions that a query of a W layer sees, its own included."""
     qk_norm: Literal["none", "head", "width"] = "none"
@@ -179,9 +205,12 @@ class ModelConfig(Table):
         family = values.get("family") if isinstance(values, dict) else None
         if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
-        defaults = PRESETS.load(family).defaults
-        if isinstance(values.get("experts"), dict) and "experts" in defaults:
-            values = {**values, "experts": {**defaults["experts"], **values["experts"]}}
+        preset = PRESETS.load(family)
+        defaults = preset.defaults
+        for table in ("experts", "mamba"):
+            if isinstance(values.get(table), dict):
+                keys = {**defaults.get(table, {}), **preset.table_defaults.get(table, {})}
+                values = {**values, table: {**keys, **values[table]}}
         return {**defaults, **values}
 
     @model_validator(mode="wrap")

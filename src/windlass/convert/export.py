@@ -127,15 +127,15 @@ def write_weights(
     """Write shards of at most `shard_bytes`, one in memory at a time: file -> bytes, and the number of tensors."""
     transforms, torch_dtype = format_of(model).transforms, DTYPES[dtype]
     names = exported_names(model, weights)
-    shards: list[dict[str, tuple[str, int | None]]] = [{}]
+    shards: list[dict[str, tuple[list[str], int | None]]] = [{}]
     shard_size = 0
-    for hf_name, (own_name, expert) in names.items():
-        shape = weights.shape(own_name)
-        tensor_bytes = math.prod(shape if expert is None else shape[1:]) * torch_dtype.itemsize
+    for hf_name, (own_names, expert) in names.items():
+        shapes = [weights.shape(name) if expert is None else weights.shape(name)[1:] for name in own_names]
+        tensor_bytes = sum(math.prod(shape) for shape in shapes) * torch_dtype.itemsize
         if shards[-1] and shard_size + tensor_bytes > shard_bytes:
             shards.append({})
             shard_size = 0
-        shards[-1][hf_name] = (own_name, expert)
+        shards[-1][hf_name] = (own_names, expert)
         shard_size += tensor_bytes
     sizes: dict[str, int] = {}
     file_of: dict[str, str] = {}
@@ -146,11 +146,14 @@ def write_weights(
             tensors |= constant_tensors(model, torch_dtype)
             file_of |= dict.fromkeys(tensors, name)
         stacked = ("", torch.empty(0))  # read once for all its experts
-        for hf_name, (own_name, expert) in shard.items():
+        for hf_name, (own_names, expert) in shard.items():
+            own_name = own_names[0]
             stacked = stacked if expert is not None and stacked[0] == own_name else (own_name, weights[own_name])
             tensor = stacked[1] if expert is None else stacked[1][expert]
             if own_name in transforms:
                 tensor = TRANSFORMS[transforms[own_name]][1](tensor, model.vocab or len(tensor))
+            if len(own_names) > 1:
+                tensor = torch.cat([tensor, *(weights[name] for name in own_names[1:])])
             tensors[hf_name] = tensor.to(torch_dtype).clone(memory_format=torch.contiguous_format)
             file_of[hf_name] = name
             progress(len(file_of), len(names))

@@ -148,7 +148,7 @@ def layer_by_layer(
     def both(name: str) -> tuple[Tensor, Tensor]:
         """A weight of our checkpoint (rounded as exported) and of the folder, by our name."""
         hf_name = format.hf_name(name) or name
-        return weights[own_names[hf_name][0]].to(dtype).float(), exported[hf_name].float()
+        return weights[own_names[hf_name][0][0]].to(dtype).float(), exported[hf_name].float()
 
     x, y = (table[tokens] for table in both("embed.weight"))
     for number in range(model.layers or 0):

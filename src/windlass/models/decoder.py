@@ -203,7 +203,7 @@ class DecoderModel(nn.Module):
         if name.startswith("layers."):
             _, number, branch, local = name.split(".", 3)
             block = cast(Block, getattr(self.layers[number], branch))
-            return block.filler(local, self.spec.init_std, self.num_layers)
+            return block.filler(local, self.spec.init_std, max(1, self.spec.num_branches // 2))
         return partial(fill_normal, std=self.spec.init_std)
 
     def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -1,13 +1,14 @@
 """The Hugging Face folder of a model family as data: config.json, weight names and weight transforms. No torch."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 # Keys of the [model] table that change what the model computes.
 STRUCTURE = set(ModelConfig.model_fields) - {
     "family",
@@ -21,12 +22,15 @@ STRUCTURE = set(ModelConfig.model_fields) - {
 
 
 def structure(model: ModelConfig) -> dict[str, Any]:
-    """Values of the [model] table that change what the model computes, those of experts with dotted keys."""
-    values = {key: getattr(model, key) for key in STRUCTURE} | {"experts": model.experts is not None}
+    """Values of the [model] table that change what the model computes, those of its tables with dotted keys."""
+    tables = {"experts": model.experts is not None, "mamba": model.mamba is not None}
+    values = {key: getattr(model, key) for key in STRUCTURE} | tables
     experts = {} if model.experts is None else model.experts.model_dump(exclude={"balance_weight", "z_loss"})
     if experts and experts["balance"] != "bias":  # a loss leaves nothing behind in the model
         del experts["balance"]
-    return values | {f"experts.{key}": value for key, value in experts.items()}
+    mamba = {} if model.mamba is None else model.mamba.model_dump(exclude={"chunk", "dt_max"})
+    dotted = {"experts": experts, "mamba": mamba}
+    return values | {f"{table}.{key}": value for table, keys in dotted.items() for key, value in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class HFFormat:
     # Names of tensors of the folder, with {layer}, that always hold this one number.
     weights: Mapping[str, str] | None = None
     # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names. With {expert}
-    # the folder has one tensor per expert, of which ours is the stack.
+    # the folder has one tensor per expert, of which ours is the stack. Several of our parameters may have one name: the
+    # folder's tensor has the rows of each, in the order of this table.
     transforms: Mapping[str, str] = field(default_factory=dict)
     # Our parameter name -> name of a weight transform (checkpoint.names.TRANSFORMS).
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -99,9 +104,20 @@ class HFFormat:
         """Name in the folder of one of our parameters; None when the folder has no such weight."""
         if self.weights is None:
             return name.removeprefix(self.prefix)
-        layer = re.search(r"\.(\d+)\.", name)
-        target = self.weights.get(name.replace(layer[0], ".{layer}.", 1) if layer else name)
+        layer = LAYER_NUMBER.search(name)
+        target = self.weights.get(LAYER_NUMBER.sub(".{layer}.", name, count=1))
         return target.replace("{layer}", layer[1]) if target and layer else target
+
+    def folder_tensors(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Name in the folder -> our parameters whose rows it holds one after the other, in the order of the table."""
+        tensors: dict[str, list[str]] = {}
+        for name in names:
+            if (target := self.hf_name(name)) is not None:
+                tensors.setdefault(target, []).append(name)
+        order = {name: place for place, name in enumerate(self.weights or ())}
+        for parts in tensors.values():
+            parts.sort(key=lambda name: order.get(LAYER_NUMBER.sub(".{layer}.", name, count=1), 0))
+        return tensors
 
     def write_config(self, model: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of a model table; `facts` are the values that do not come from the recipe."""
@@ -177,12 +193,19 @@ class Preset:
     hf: HFFormat
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Values of [model] keys that a recipe of this family leaves out.
+    table_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # The same for keys of a table ("experts", "mamba") that not every model of the family has.
 
     def inexpressible(self, model: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
         """(key, value, the value that the folder stands for) of keys that the folder cannot hold."""
         if self.hf.wraps_transformers or "*" in (expressed := self.hf.expressed_keys()):
             return
-        values, standards = structure(model), structure(ModelConfig(family=self.hf.family))
+        tables = {}
+        for name in self.table_defaults:
+            if (table := getattr(model, name)) is not None:
+                required = {key for key, field in type(table).model_fields.items() if field.is_required()}
+                tables[name] = table.model_dump(include=required)
+        values, standards = structure(model), structure(ModelConfig(family=self.hf.family, **tables))
         for key in sorted(set(values) - expressed):
             if values[key] != standards.get(key):
                 yield key, values[key], standards.get(key)
