@@ -31,6 +31,7 @@ TOLERANCE = 3e-6
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"count": 6, "top_k": 2, "ffn": 48, "shared": 1, "dense_layers": 1, "balance_weight": 0.1, "z_loss": 1e-2},
     "olmoe": {"count": 8, "top_k": 3, "ffn": 32, "router": "sigmoid", "groups": 4, "groups_kept": 2, "balance": "bias", "balance_weight": 2e-3},
+    "nemotron_h": {"count": 4, "top_k": 2, "ffn": 32, "balance_weight": 2e-3},
 }  # fmt: skip
 """Balance losses of a sequence, and biases moved by the loads of the whole batch."""
 
@@ -44,6 +45,8 @@ def make_recipe(
         shape |= {"window": 12, "pattern": "WF..."}
     if family in EXPERTS:
         shape["experts"] = EXPERTS[family]
+    if family == "nemotron_h":
+        shape |= {"pattern": "ME*M", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}
     if layout.pop("tied", False):
         shape["tied"] = True
     shape |= layout.pop("model", {})
@@ -233,6 +236,11 @@ CASES = [
     Parity(4, 4, {"shard": "full", "tensor": 2}, family="qwen3_moe"),
     Parity(4, 2, {"shard": "zero1", "pipeline": 2}, family="olmoe"),
     Parity(2, 8, {"shard": "full", "context": 2, "train": {"recompute": "selective"}}, family="qwen3_moe"),
+    # Mamba-2: heads and groups are divided, states and the inputs of convolutions pass from rank to rank.
+    Parity(4, 4, {"shard": "full", "tensor": 2}, family="nemotron_h", documents=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2}, family="nemotron_h", documents=True),
+    Parity(2, 8, {"shard": "full", "context": 2}, family="nemotron_h", documents=True),
+    Parity(4, 8, {"shard": "none", "context": 2, "tensor": 2}, family="nemotron_h", documents=True),
 ]
 
 

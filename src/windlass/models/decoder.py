@@ -171,6 +171,8 @@ class DecoderModel(nn.Module):
         """What the backward pass computes again: none, selective or full."""
         for layer in self.typed_layers():
             layer.recompute = policy
+            for block in layer.blocks():
+                block.repeats = type(block).repeats and policy == "none"
 
     def prepare(self, device: torch.device | str, length: int | None = None) -> None:
         """Make what is derived and not trained. Call once the parameters are on their device."""

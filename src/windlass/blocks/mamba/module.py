@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.divide import LocalParameters
@@ -55,6 +56,7 @@ class GatedNorm(LocalParameters):
 
 class Mamba(Block, LocalParameters):
     last_weight = "wo.weight"
+    repeats = True
 
     def __init__(self, spec: MambaSpec) -> None:
         super().__init__()
@@ -80,19 +82,27 @@ class Mamba(Block, LocalParameters):
         if context.documents is not None:
             start = self.stretch * time
             near = F.pad(context.documents, (taps, 0), value=-1)[:, start + 1 : start + taps + time]
-        return self.mix(x, near, self.tail_before, self.incoming)[0]
+        options = self.projected(x), near, self.tail_before, self.incoming
+        if not self.repeats or not torch.is_grad_enabled():
+            return self.wo(self.mix(*options)[0])
+        # Scores of chunks and states are five times what goes in and out, and cheap to compute again.
+        mixed, _, _ = checkpoint(self.mix, *options, use_reentrant=False, preserve_rng_state=False)
+        return self.wo(mixed)
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return project(x, (self.wz, self.wx, self.wb, self.wc, self.wt), self.fused)
 
     def mix(
         self,
-        x: Tensor,
+        projected: tuple[Tensor, ...],
         near: Tensor | None,
         tail_before: Callable[[Tensor], Tensor] | None,
         incoming: Incoming | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's output, the last inputs of its convolutions and the state after the last position. `near` has the
-        documents of these positions and of the taps - 1 before them."""
+        """What the last product multiplies, the last inputs of the convolutions and the state after the last position.
+        `near` has the documents of these positions and of the taps - 1 before them."""
         spec, taps = self.spec, self.spec.conv
-        gate, *inputs, steps = project(x, (self.wz, self.wx, self.wb, self.wc, self.wt), self.fused)
+        gate, *inputs, steps = projected
         if tail_before is None:
             inputs = [F.pad(part, (0, 0, taps - 1, 0)) for part in inputs]
         else:
@@ -113,7 +123,7 @@ class Mamba(Block, LocalParameters):
         out, state = chunked_scan(values, steps, decay, write, read, spec.chunk, documents, incoming)
         out = out + values.float() * self.local(self.d).float()[:, None]
         tail = torch.cat([part[:, 1 - taps :] for part in inputs], dim=-1)
-        return self.wo(self.norm(out.flatten(2), gate)), tail, state
+        return self.norm(out.flatten(2), gate), tail, state
 
     def filler(self, name: str, std: float, num_layers: int) -> Filler:
         """As Mamba-2's own: decays of 1 to 16, time steps of dt_min to dt_max on a logarithmic scale."""
@@ -138,9 +148,10 @@ class Mamba(Block, LocalParameters):
         heads, tail = state.split([spec.inner * spec.state, (spec.conv - 1) * spec.channels], dim=1)
         before = heads.view(batch, spec.groups, -1, spec.head_dim, spec.state)
         tail = tail.view(batch, spec.conv - 1, spec.channels)
-        out, new_tail, after = self.mix(x, None, lambda _: tail.to(x.dtype), lambda left, through: before)
+        parts = self.projected(x)
+        mixed, new_tail, after = self.mix(parts, None, lambda _: tail.to(x.dtype), lambda left, through: before)
         state.copy_(torch.cat((after.flatten(1), new_tail.float().flatten(1)), dim=1))
-        return out
+        return self.wo(mixed)
 
     def state_bytes(self, state: Tensor, position: int) -> int:
         return state.numel() * state.element_size()

@@ -62,7 +62,8 @@ class MambaSpec(BlockSpec):
         return 2.0 * self.span(seq_len) * (self.shared + self.inner) + 4.0 * self.inner * self.state
 
     def mixing(self, step: StepSpec) -> Mixing:
-        """States pass from each chunk to all later ones in one product; scores and states pass through memory."""
+        """States pass from each chunk to all later ones in one product; scores and states pass through memory. A second
+        run in the backward pass is counted as for attention's fused kernels."""
         span = self.span(step.seq_len)
         passed = 2.0 * self.inner * self.state * step.seq_len / span**2
         states = self.inner * self.state / span
@@ -72,24 +73,26 @@ class MambaSpec(BlockSpec):
     kept_by_selective = False  # it is made of batched products, which the policy does not keep
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Channels before and after the convolution, gate, output, its norm's result, scores, and the states that chunks
-        leave and find; eager code also keeps fp32 copies of most of them. Counted, not measured."""
-        size, span = float(step.bytes_per_value), self.span(step.seq_len)
-        values = 2.0 * self.channels + 3.0 * self.inner + self.heads * span + 2.0 * self.inner * self.state / span
-        kept = size * values + 12.0 * self.heads
-        if not step.compile:
-            kept += 4.0 * ((2.0 + self.conv) * self.channels + 5.0 * self.inner + 3.0 * self.heads * span)
-        return kept / layout.tensor
+        """Results of the first products and the input of the last; what lies between is computed again."""
+        return step.bytes_per_value * (2.0 * self.inner + self.channels + self.heads) / layout.tensor
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Gradients of the scores, in fp32 where they meet the decays."""
-        return (step.bytes_per_value + 4.0) * self.heads * self.span(step.seq_len) / layout.tensor
+        """What lies between the products, while the backward pass has it again: channels after the convolution, outputs,
+        scores, and the states that chunks leave and find; eager code keeps fp32 copies of most of them. Then gradients
+        of scores, in fp32 where they meet the decays. Tensors counted on a CPU, not measured on a GPU."""
+        size, span = float(step.bytes_per_value), self.span(step.seq_len)
+        states = self.inner * self.state / span
+        if step.compile:
+            inside = size * (2.0 * self.channels + 3.0 * self.inner + self.heads * span) + 8.0 * self.inner + 6.0 * states
+        else:
+            inside = 4.0 * ((3.0 + self.conv) * self.channels + 6.0 * self.inner + 4.0 * self.heads * span + 2.0 * states)
+        return (inside + (size + 4.0) * self.heads * span) / layout.tensor
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Convolution, gate and norm."""
+        """Convolution, gate and norm, and a third for their second run in the backward pass."""
         if step.native and not step.compile:
-            return (12.0 * (2 + self.conv) * self.channels + 60.0 * self.inner) / layout.tensor
-        return step.bytes_per_value * (2.0 * self.channels + 6.0 * self.inner) / layout.tensor
+            return 4.0 / 3.0 * (12.0 * (2 + self.conv) * self.channels + 60.0 * self.inner) / layout.tensor
+        return 4.0 / 3.0 * step.bytes_per_value * (2.0 * self.channels + 6.0 * self.inner) / layout.tensor
 
     def context_bytes(self, step: StepSpec, layout: Layout) -> float:
         """The state in fp32 that a rank's positions leave, however many they are."""
