@@ -314,7 +314,8 @@ def pattern_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.pattern ({shorten(repr(model.pattern))}): {rule}"
     elif model.pattern == letters and len(letters) != model.layers:
         rule = f"{len(letters)} letters for {model.layers} layers"
-        yield f"model.pattern ({letters}): {rule}; write {letters}{REPEATED} to repeat them"
+        advice = f"set model.layers = {len(letters)}, or write {letters}{REPEATED} to repeat them"
+        yield f"model.pattern ({letters}): {rule}; {advice}"
     for letter, table, key in (("M", model.mamba, "heads"), ("E", model.experts, "count")):
         name = {"M": "mamba", "E": "experts"}[letter]
         if letter in letters and table is None:
