@@ -13,7 +13,6 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.train import loop
 
-
 SHAPES = {"nemotron_h": {"pattern": "M-", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}}
 
 

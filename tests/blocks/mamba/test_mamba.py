@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from windlass.blocks.base import BlockContext
+from windlass.blocks.mamba import fused
 from windlass.blocks.mamba.module import Mamba
 from windlass.blocks.mamba.scan import chunked_scan
 from windlass.blocks.mamba.spec import MambaSpec
@@ -95,20 +100,62 @@ def test_decoding_carries_the_state(prompt: int) -> None:
     assert block.state_bytes(state, 20) == 2 * 4 * (6 * 4 * 5 + 3 * 44)
 
 
+def kept_numbers(block: Mamba, time: int) -> list[int]:
+    """Sizes of the tensors that a forward pass keeps for the backward pass."""
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        block(torch.randn(1, time, 8), BlockContext({}, torch.zeros(1, time, dtype=torch.long)))
+    return sizes
+
+
 def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
-    spec, sizes = MambaSpec(width=8, heads=2, head_dim=4, state=4, groups=1, chunk=16), []
-    block = make_block(spec)
-    block.repeats = False  # shows what it would compute again
-    for time in (256, 1024):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
-            block(torch.randn(1, time, 8), BlockContext({}, torch.zeros(1, time, dtype=torch.long)))
-        sizes.append((sum(kept), max(kept)))
-    assert sizes[1][0] < 4.2 * sizes[0][0] and sizes[1][1] == 1024 * 16 * 2
-    block.repeats, kept = True, []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
-        block(torch.randn(1, 1024, 8), BlockContext({}))
-    assert sum(kept) < 0.2 * sizes[1][0]
+    block = make_block(MambaSpec(width=8, heads=2, head_dim=4, state=4, groups=1, chunk=16))
+    block.repeats = False  # shows what is computed again otherwise
+    short, long = kept_numbers(block, 256), kept_numbers(block, 1024)
+    assert sum(long) < 4.2 * sum(short) and max(long) == 1024 * 16 * 2
+    block.repeats = True
+    assert sum(kept_numbers(block, 1024)) < 0.2 * sum(long)
+
+
+def test_kernels_of_a_package_are_called_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's two functions, played by the plain scan: outputs, gradients and documents arrive in their places."""
+    shapes = ((2, 23, 6, 4), (2, 23, 6), (6,), (2, 23, 2, 5), (2, 23, 2, 5))
+    inputs = [torch.rand(shape) for shape in shapes]
+    inputs[2] = -inputs[2]
+    numbers = torch.tensor([[0] * 9 + [1] * 14, [0] * 23])
+
+    def forward(*args: Any, seq_idx: Tensor) -> tuple[Tensor, ...]:
+        return (chunked_scan(*args, torch.nn.functional.pad(seq_idx, (1, 0), value=-1))[0],)
+
+    def backward(grad: Tensor, *args: Any, seq_idx: Tensor) -> Any:
+        *tensors, out, chunk = args
+        assert out.shape == grad.shape
+
+        def gradients() -> Any:
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            return torch.autograd.grad(forward(*leaves, chunk, seq_idx=seq_idx)[0], leaves, grad)
+
+        with ThreadPoolExecutor(1) as pool:  # an operator's own thread computes no gradients
+            return pool.submit(gradients).result()
+
+    kernels = SimpleNamespace(_mamba_chunk_scan_combined_fwd=forward, _mamba_chunk_scan_combined_bwd=backward)
+    monkeypatch.setattr(fused, "_kernels", lambda: kernels)
+    results = []
+    for function in (
+        lambda *leaves: chunked_scan(*leaves, 8, torch.nn.functional.pad(numbers, (1, 0), value=-1))[0],
+        lambda *leaves: fused.fused_scan(*leaves, 8, numbers.to(torch.int32)),
+    ):
+        leaves = [part.clone().requires_grad_() for part in inputs]
+        out = function(*leaves)
+        out.square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_sizes_and_costs() -> None:

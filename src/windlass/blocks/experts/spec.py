@@ -42,7 +42,7 @@ class ExpertsSpec(BlockSpec):
 
     def products(self) -> tuple[Product, ...]:
         used, experts = self.top_k * self.hidden, {"experts": self.count, "top_k": self.top_k}
-        products = (
+        products: tuple[Product, ...] = (
             Product("router", self.count, self.width, "", "input"),
             # Read apart: the two grouped products do not run as one.
             Product("gate", used, self.width, "outputs", "gate rows", **experts),

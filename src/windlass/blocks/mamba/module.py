@@ -13,6 +13,7 @@ from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.divide import LocalParameters
 from windlass.blocks.initial_values import Filler, fill_constant
 from windlass.blocks.linear import Linear, project
+from windlass.blocks.mamba.fused import fused_scan, is_installed
 from windlass.blocks.mamba.scan import Incoming, chunked_scan
 from windlass.blocks.mamba.spec import MambaSpec
 
@@ -49,7 +50,7 @@ class GatedNorm(LocalParameters):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = (x * F.silu(gate.float())).unflatten(-1, (-1, self.group))
+        wide: Tensor = (x * F.silu(gate.float())).unflatten(-1, (-1, self.group))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return wide.flatten(-2).to(gate.dtype) * self.local(self.weight)
 
@@ -74,6 +75,7 @@ class Mamba(Block, LocalParameters):
         # Under context parallelism: which stretch of the sequence this is, the last inputs of the convolutions on the
         # rank before, and the state that the ranks before leave. `parallel.py` sets them.
         self.stretch = 0
+        self.has_kernels = is_installed()
         self.tail_before: Callable[[Tensor], Tensor] | None = None
         self.incoming: Incoming | None = None
 
@@ -99,8 +101,8 @@ class Mamba(Block, LocalParameters):
         tail_before: Callable[[Tensor], Tensor] | None,
         incoming: Incoming | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the last product multiplies, the last inputs of the convolutions and the state after the last position.
-        `near` has the documents of these positions and of the taps - 1 before them."""
+        """What the last product multiplies, the last inputs of the convolutions and the state after the last position
+        (only where a state came in). `near` has the documents of these positions and of the taps - 1 before them."""
         spec, taps = self.spec, self.spec.conv
         gate, *inputs, steps = projected
         if tail_before is None:
@@ -119,8 +121,12 @@ class Mamba(Block, LocalParameters):
         )
         steps = F.softplus(steps.float() + self.local(self.dt_bias).float()).clamp(min=spec.dt_min)
         decay = -self.local(self.a_log).float().exp()
-        documents = None if near is None else near[:, taps - 2 :]
-        out, state = chunked_scan(values, steps, decay, write, read, spec.chunk, documents, incoming)
+        if self.has_kernels and values.is_cuda and incoming is None:
+            numbers = None if near is None else near[:, taps - 1 :].to(torch.int32).contiguous()
+            out, state = fused_scan(values, steps, decay, write, read, spec.chunk, numbers).float(), steps.new_empty(0)
+        else:
+            documents = None if near is None else near[:, taps - 2 :]
+            out, state = chunked_scan(values, steps, decay, write, read, spec.chunk, documents, incoming)
         out = out + values.float() * self.local(self.d).float()[:, None]
         tail = torch.cat([part[:, 1 - taps :] for part in inputs], dim=-1)
         return self.norm(out.flatten(2), gate), tail, state

@@ -5,7 +5,6 @@ convolutions are all that the ranks exchange, however long the sequence is."""
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,17 +25,17 @@ def parallelize(block: Mamba, meshes: Meshes) -> None:
 
 def tail_of_rank_before(tail: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """Zeros on the first rank, which takes part because every rank must."""
-    tails = gather_with_gradient(tail.unsqueeze(0).contiguous(), 0, mesh.get_group())
+    tails: Tensor = gather_with_gradient(tail.unsqueeze(0).contiguous(), 0, mesh.get_group())
     rank = mesh.get_local_rank()
-    return tails[rank - 1] if rank else torch.zeros_like(tail) + 0.0 * tails[0]
+    return tails[rank - 1] if rank else 0.0 * tails[0]
 
 
 def state_of_ranks_before(left: Tensor, through: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """The sum of what the ranks before leave, each decayed by the ranks between."""
     group = mesh.get_group()
-    lefts = gather_with_gradient(left.unsqueeze(0).contiguous(), 0, group)
-    throughs = gather_with_gradient(through.unsqueeze(0).contiguous(), 0, group)
-    state = 0.0 * lefts[0] * throughs[0][..., None, None]
+    lefts: Tensor = gather_with_gradient(left.unsqueeze(0).contiguous(), 0, group)
+    throughs: Tensor = gather_with_gradient(through[..., None, None].unsqueeze(0).contiguous(), 0, group)
+    state = 0.0 * lefts[0] * throughs[0]  # zeros that depend on both: every rank takes part in the backward pass too
     for rank in range(mesh.get_local_rank()):
-        state = state * throughs[rank][..., None, None] + lefts[rank]
+        state = state * throughs[rank] + lefts[rank]
     return state

@@ -31,7 +31,7 @@ def chunked_scan(
     and `read` (C) are (batch, time, groups, state). `documents` (batch, 1 + time) begins with the document of the
     position before the first; a state does not pass from one document to another.
     """
-    batch, time, heads, dim = values.shape
+    time, dim = values.shape[1], values.shape[3]
     groups, chunk = write.shape[2], min(chunk, time)
     if padding := -time % chunk:  # steps of 0 change nothing
         values, write, read = (F.pad(part, (0, 0, 0, 0, 0, padding)) for part in (values, write, read))
@@ -41,7 +41,8 @@ def chunked_scan(
 
     def divided(x: Tensor) -> Tensor:
         """(batch, chunks, groups, heads of a group, positions, ...)"""
-        return x.unflatten(1, (-1, chunk)).unflatten(3, (groups, -1)).movedim(2, 4)
+        chunked: Tensor = x.unflatten(1, (-1, chunk)).unflatten(3, (groups, -1))
+        return chunked.movedim(2, 4)
 
     values, steps = divided(values), divided(steps)
     write, read = (x.unflatten(1, (-1, chunk)).transpose(2, 3) for x in (write, read))

@@ -83,9 +83,13 @@ class MambaSpec(BlockSpec):
         size, span = float(step.bytes_per_value), self.span(step.seq_len)
         states = self.inner * self.state / span
         if step.compile:
-            inside = size * (2.0 * self.channels + 3.0 * self.inner + self.heads * span) + 8.0 * self.inner + 6.0 * states
+            inside = (
+                size * (2.0 * self.channels + 3.0 * self.inner + self.heads * span) + 8.0 * self.inner + 6.0 * states
+            )
         else:
-            inside = 4.0 * ((3.0 + self.conv) * self.channels + 6.0 * self.inner + 4.0 * self.heads * span + 2.0 * states)
+            inside = 4.0 * (
+                (3.0 + self.conv) * self.channels + 6.0 * self.inner + 4.0 * self.heads * span + 2.0 * states
+            )
         return (inside + (size + 4.0) * self.heads * span) / layout.tensor
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:

@@ -38,7 +38,9 @@ EXPERT_KEYS = {
 
 def read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     types = config.get("layers_block_type") or config.get("layer_types")
-    pattern = "".join(LETTERS.get(kind, "?") for kind in types) if types else config.get("hybrid_override_pattern") or ""
+    pattern = (
+        "".join(LETTERS.get(kind, "?") for kind in types) if types else config.get("hybrid_override_pattern") or ""
+    )
     model: dict[str, Any] = {"pattern": pattern, "layers": len(pattern)}
     if "M" in pattern:
         model["mamba"] = {key: config[name] for key, name in MAMBA_KEYS.items() if config.get(name) is not None}
