@@ -40,6 +40,7 @@ MSCALE = YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
 GPT_OSS = {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
             "num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}  # fmt: skip
+MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16}
 # Family, transformers' class, what differs from SMALL.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "LlamaConfig", {"rope_parameters": LLAMA3}),
@@ -65,6 +66,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "DeepseekV3Config", DEEPSEEK | {"n_group": 4, "topk_group": 2, "rope_parameters": MSCALE}),
     ("deepseek_v3", "DeepseekV3Config", DEEPSEEK | {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False}),
     ("olmoe", "OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    ("nemotron_h", "NemotronHConfig", {"hybrid_override_pattern": "M-M*-M", "time_step_min": 0.02, **MAMBA}),
+    ("nemotron_h", "NemotronHConfig", {"hybrid_override_pattern": "ME*EME", "n_routed_experts": 5, "num_experts_per_tok": 2,
+      "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, **MAMBA}),
 ]  # fmt: skip
 
 

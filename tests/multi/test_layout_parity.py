@@ -34,6 +34,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"count": 4, "top_k": 2, "ffn": 48, "balance_weight": 0.1},
     "deepseek_v2": {"count": 6, "top_k": 2, "ffn": 48, "balance_weight": 0.1},
     "deepseek_v3": {"count": 8, "top_k": 3, "ffn": 32, "dense_layers": 1, "groups": 4, "groups_kept": 2, "balance_weight": 0.1},
+    "nemotron_h": {"count": 4, "top_k": 2, "ffn": 32, "balance_weight": 2e-3},
 }  # fmt: skip
 """Balance losses of a sequence, and biases moved by the loads of the whole batch."""
 
@@ -53,6 +54,8 @@ def make_recipe(
         shape["latent"]["q_rank"] = 32
     if family in EXPERTS:
         shape["experts"] = EXPERTS[family]
+    if family == "nemotron_h":
+        shape |= {"pattern": "ME*M", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}
     if layout.pop("tied", False):
         shape["tied"] = True
     shape |= layout.pop("model", {})
@@ -252,6 +255,11 @@ CASES = [
     Parity(4, 4, {"shard": "full", "context": 2, "tensor": 2}, family="deepseek_v3", documents=True),
     Parity(2, 4, {"shard": "full", "pipeline": 2}, family="deepseek_v3"),
     Parity(4, 4, {"shard": "full", "tensor": 2, "expert": 2}, family="gpt_oss"),
+    # Mamba-2: heads and groups are divided, states and the inputs of convolutions pass from rank to rank.
+    Parity(4, 4, {"shard": "full", "tensor": 2}, family="nemotron_h", documents=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2}, family="nemotron_h", documents=True),
+    Parity(2, 8, {"shard": "full", "context": 2}, family="nemotron_h", documents=True),
+    Parity(4, 8, {"shard": "none", "context": 2, "tensor": 2}, family="nemotron_h", documents=True),
 ]
 
 

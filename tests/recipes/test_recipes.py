@@ -24,6 +24,7 @@ PUBLISHED = {
     "eurollm_22b_marenostrum5": "22.64", "gemma3_4b_leonardo": "3.9", "gptnl_8b_snellius": "8.03", "llama31_8b_jupiter": "8.03",
     "llama32_1b_snellius": "1.24", "llama32_3b_snellius": "3.21", "llama_70b_jupiter": "70.55", "lucie_7b_jupiter": "6,706,958,336",
     "luciole_1b_jupiter": "1.32", "luciole_23b_jupiter": "23.2", "minerva_7b_leonardo": "7.40", "olmo2_7b_jupiter": "7.30",
+    "luciole_8b_jupiter": "8.08", "nemotron_h_8b_jupiter": "8.1", "nemotron3_nano_jupiter": "31.6",
     "olmo3_7b_jupiter": "7.30", "olmo3_32b_jupiter": "32.2", "olmo_7b_lumi": "6.89", "openeurollm_9b_leonardo": "9.09",
     "mixtral_8x7b_jupiter": "46.7", "olmoe_7b_jupiter": "6.92", "qwen3_30b_a3b_jupiter": "30.5", "qwen3_235b_a22b_jupiter": "235",
     "gpt_oss_20b_jupiter": "20.9", "deepseek_v2_lite_jupiter": "15.7", "deepseek_v3_jupiter": "671",

@@ -16,10 +16,12 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.train import loop
 
+SHAPES = {"nemotron_h": {"pattern": "M-", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}}
+
 
 def recipe(family: str = "llama", **train: Any) -> Recipe:
     return Recipe.model_validate({
-        "name": "c", "model": {"family": family, "layers": 2, "width": 32, "ffn": 48, "heads": 2, "vocab": 100},
+        "name": "c", "model": {"family": family, "layers": 2, "width": 32, "ffn": 48, "heads": 2, "vocab": 100, **SHAPES.get(family, {})},
         "data": {"seq_len": 16, "batch_tokens": 64}, "train": {"steps": 3, "precision": "fp32", **train}, "layout": {"micro_batch": 4},
         "energy": {"enabled": False}, "optim": {"name": "sgd", "lr": 0.1},
     })  # fmt: skip
@@ -65,12 +67,25 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "recompute"), [("llama", "none"), ("retnet", "none"), ("mixtral", "none"), ("mixtral", "full")]
+    ("family", "recompute"),
+    [("llama", "none"), ("retnet", "none"), ("mixtral", "none"), ("mixtral", "full"), ("nemotron_h", "none")],
 )
 def test_compiled_blocks_compute_the_same(front_end: None, family: str, recompute: str) -> None:
     eager, _ = three_steps(recipe(family))
     compiled, _ = three_steps(recipe(family, compile=True, recompute=recompute))
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-5, atol=1e-6)
+
+
+def test_every_kind_of_layer_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows 8 graphs of one function; kinds of layers times training and evaluation are more."""
+    import torch._dynamo.config as dynamo
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)
+    build(recipe("llama", compile=True))
+    assert dynamo.recompile_limit == 8
+    build(recipe("nemotron_h", compile=True))
+    assert dynamo.recompile_limit == 12
 
 
 def test_a_budget_keeps_less_and_computes_the_same(front_end: None) -> None:

@@ -39,6 +39,8 @@ class Block(nn.Module):
     # Factor of the gradient of the block's auxiliary loss, a sum over tokens; the training step sets it.
     auxiliary_scale = 0.0
     fused = False  # products of the same input run as one (`StepSpec.fused_projections`)
+    # The backward pass computes the block's inside again although the layer is kept; off where the layer is not kept.
+    repeats = False
     prefill_chunk: int | None = None  # tokens of a prompt that are decoded at once; None: all of them
     last_weight: str | None = None  # the parameter that ends the branch, which begins smaller; None: it has none
 

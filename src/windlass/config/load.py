@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import GATED, LAYER_KINDS, REPEATED, ExpertsConfig, LatentConfig, ModelConfig
+from windlass.config.model import HYBRID_KINDS, LAYER_KINDS, REPEATED, ExpertsConfig, LatentConfig, ModelConfig
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -309,12 +309,25 @@ def check(recipe: Recipe) -> None:
 
 def pattern_problems(model: ModelConfig) -> Iterator[str]:
     """What is wrong with the kinds of layers and their positions."""
-    letters = (model.pattern or "F").removesuffix(REPEATED)
-    if not letters or set(letters) - set(LAYER_KINDS):
-        yield f"model.pattern ({shorten(repr(model.pattern))}): letters are {', '.join(LAYER_KINDS)}, at least one of them"
+    kinds = HYBRID_KINDS if model.family == "nemotron_h" else LAYER_KINDS
+    letters = (model.pattern or LAYER_KINDS[0]).removesuffix(REPEATED)
+    if not letters or set(letters) - set(kinds):
+        rule = f"letters of family {model.family!r} are {', '.join(kinds)}, at least one of them"
+        yield f"model.pattern ({shorten(repr(model.pattern))}): {rule}"
     elif model.pattern == letters and len(letters) != model.layers:
         rule = f"{len(letters)} letters for {model.layers} layers"
-        yield f"model.pattern ({letters}): {rule}; write {letters}{REPEATED} to repeat them"
+        advice = f"set model.layers = {len(letters)}, or write {letters}{REPEATED} to repeat them"
+        yield f"model.pattern ({letters}): {rule}; {advice}"
+    for letter, table, key in (("M", model.mamba, "heads"), ("E", model.experts, "count")):
+        name = {"M": "mamba", "E": "experts"}[letter]
+        if letter in letters and table is None:
+            yield f"model.{name}: needed by the {letter} layers of model.pattern (at least model.{name}.{key})"
+    if model.mamba is not None and "M" not in letters:
+        yield f"model.mamba: model.pattern ({letters}) has no M layer that would use it; write M, or leave the table out"
+    if model.mamba is not None and model.mamba.heads % model.mamba.groups:
+        valid = nearest(model.mamba.groups, divisors(model.mamba.heads))
+        rule = f"does not divide model.mamba.heads ({model.mamba.heads}); nearest valid: {valid}"
+        yield f"model.mamba.groups ({model.mamba.groups}) {rule}"
     if "W" in letters and model.window is None:
         yield "model.window: needed by the W layers of model.pattern (positions that a query sees)"
     scaling = model.rope_scaling
@@ -332,8 +345,8 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     count, top_k, groups = experts.count, experts.top_k, experts.groups
     if model.family == "retnet":
         yield "model.experts: family 'retnet' has a plain feed-forward block; leave the table out"
-    if model.activation not in GATED:
-        yield f"model.activation ({model.activation}): experts have a gate; use {' or '.join(GATED)}"
+    if model.activation == "xielu":
+        yield "model.activation (xielu): it has parameters, which experts do not; use swiglu, geglu, gelu or relu2"
     if top_k > count:
         yield f"model.experts.top_k ({top_k}) is above model.experts.count ({count}); at most {count}"
     if count % groups:
@@ -345,6 +358,12 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
         needed = -(-top_k * groups // count)
         rule = f"{kept} groups of {count // groups} hold {reach} experts, fewer than model.experts.top_k ({top_k})"
         yield f"model.experts.groups_kept ({kept}): {rule}; at least {needed}"
+    letters = (model.pattern or LAYER_KINDS[0]).removesuffix(REPEATED)
+    if experts.dense_layers and "E" in letters:
+        rule = "model.pattern says which layers have experts (E) and which are dense (-)"
+        yield f"model.experts.dense_layers ({experts.dense_layers}): {rule}; leave it out"
+    if set(letters) <= set("M*-"):
+        yield f"model.experts: model.pattern ({letters}) has no layer that would use them; write E, or leave the table out"
     if model.layers and experts.dense_layers >= model.layers:
         rule = f"leaves none of model.layers ({model.layers}) with experts"
         yield f"model.experts.dense_layers ({experts.dense_layers}) {rule}; at most {model.layers - 1}"

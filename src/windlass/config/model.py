@@ -112,9 +112,31 @@ class LatentConfig(Table):
     """Width of each head's values."""
 
 
+class MambaConfig(Table):
+    """`[model.mamba]`: the Mamba-2 mixer of the M layers."""
+
+    heads: PositiveInt
+    """Number of heads, each with a state of its own."""
+    head_dim: PositiveInt = 64
+    """Width of one head."""
+    state: PositiveInt = 128
+    """Numbers that a head keeps for each of its values (ssm_state_size)."""
+    groups: PositiveInt = 8
+    """Groups of heads that write and read their states alike (n_groups)."""
+    conv: Annotated[int, Field(ge=2)] = 4
+    """Positions that the convolution sees, its own included (conv_kernel)."""
+    chunk: PositiveInt = 128
+    """Positions that are computed as one square; the result does not depend on it."""
+    dt_min: PositiveFloat = 0.001
+    """Smallest time step, and the lower end of those that training begins with (time_step_min)."""
+    dt_max: PositiveFloat = 0.1
+    """Upper end of the time steps that training begins with (time_step_max)."""
+
+
 REPEATED = "..."  # at the end of `model.pattern`
 LAYER_KINDS = "FWN"
 GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations with a gate
+HYBRID_KINDS = "M*-E"  # of family nemotron_h: layers of one block
 
 
 class ModelConfig(Table):
@@ -150,10 +172,14 @@ class ModelConfig(Table):
     clamp_limit: PositiveFloat = 7.0
     """clamped_swiglu: the gate is limited from above, up from both sides."""
     experts: ExpertsConfig | None = None
-    """Mixture of experts instead of the feed-forward block."""
+    """Mixture of experts instead of the feed-forward block (in a pattern with E: in the E layers)."""
+    mamba: MambaConfig | None = None
+    """Mamba-2 mixer of the M layers."""
     pattern: str | None = None
     """Kind of each layer, one letter each: F full attention, W attention in a window, N full attention without rotary
-    positions. `...` at the end repeats the letters before it (default: F everywhere)."""
+    positions, each followed by a feed-forward block (default: F everywhere). Family nemotron_h has layers of one block:
+    M Mamba-2, * attention without rotary positions, - feed-forward, E experts. `...` at the end repeats the letters
+    before it."""
     window: PositiveInt | None = None
     """Positions that a query of a W layer sees, its own included."""
     qk_norm: Literal["none", "head", "width"] = "none"
@@ -223,9 +249,13 @@ class ModelConfig(Table):
         family = values.get("family") if isinstance(values, dict) else None
         if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
-        defaults = PRESETS.load(family).defaults
-        tables = [key for key in ("experts", "latent") if isinstance(values.get(key), dict) and key in defaults]
-        return {**defaults, **values, **{key: {**defaults[key], **values[key]} for key in tables}}
+        preset = PRESETS.load(family)
+        defaults = preset.defaults
+        for table in ("experts", "latent", "mamba"):
+            if isinstance(values.get(table), dict):
+                keys = {**defaults.get(table, {}), **preset.table_defaults.get(table, {})}
+                values = {**values, table: {**keys, **values[table]}}
+        return {**defaults, **values}
 
     @model_validator(mode="wrap")
     @classmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
-from windlass.checkpoint.names import TRANSFORMS
+from windlass.checkpoint.names import TRANSFORMS, join_parts
 from windlass.config import ModelConfig
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
@@ -130,8 +130,8 @@ def write_weights(
     shards: list[dict[str, Origin]] = [{}]
     shard_size = 0
     for hf_name, (own_names, expert) in names.items():
-        shape = weights.shape(own_names[0])
-        tensor_bytes = len(own_names) * math.prod(shape if expert is None else shape[1:]) * torch_dtype.itemsize
+        shapes = [weights.shape(name) if expert is None else weights.shape(name)[1:] for name in own_names]
+        tensor_bytes = sum(math.prod(shape) for shape in shapes) * torch_dtype.itemsize
         if shards[-1] and shard_size + tensor_bytes > shard_bytes:
             shards.append({})
             shard_size = 0
@@ -153,7 +153,7 @@ def write_weights(
                 tensor = stacked[1] if expert is None else stacked[1][expert]
                 kind = format.transform(own_name)
                 parts.append(TRANSFORMS[kind][1](tensor, model.vocab or len(tensor)) if kind else tensor)
-            tensor = parts[0] if len(parts) == 1 else torch.stack(parts, dim=-1).flatten(-2)
+            tensor = join_parts(parts, format.joined)
             tensors[hf_name] = tensor.to(torch_dtype).clone(memory_format=torch.contiguous_format)
             file_of[hf_name] = name
             progress(len(file_of), len(names))

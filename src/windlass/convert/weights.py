@@ -100,9 +100,9 @@ def open_weights(folder: Path) -> StoredWeights:
     return StoredWeights(tensors)
 
 
-# Names in the checkpoint of one tensor of a folder (several: it takes numbers from each in turn), and, where the
-# checkpoint has a stack of experts, which of them.
-Origin = tuple[tuple[str, ...], int | None]
+# Names in the checkpoint of one tensor of a folder (several: `HFFormat.joined`), and, where the checkpoint has a stack of
+# experts, which of them.
+Origin = tuple[list[str], int | None]
 
 
 def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Origin]:
@@ -118,12 +118,10 @@ def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Orig
     # As save_pretrained does: a weight with two names is written under its first.
     single = [name for name in weights if name not in twins and format.prefix + name not in twins]
     exported: dict[str, Origin] = {}
-    for name in sorted(single, key=lambda name: format.turn(name)[0]):
-        hf_name = format.hf_name(name)
-        if hf_name is not None and "{expert}" in hf_name:
-            count = weights.shape(name)[0]
-            exported |= {hf_name.replace("{expert}", str(expert)): ((name,), expert) for expert in range(count)}
-        elif hf_name is not None:
-            hf_name = older.get(hf_name, hf_name)
-            exported[hf_name] = (*exported.get(hf_name, ((), None))[0], name), None
-    return exported or {name: ((name,), None) for name in weights}  # already under Hugging Face's names
+    for hf_name, names in format.folder_tensors(single).items():
+        if "{expert}" in hf_name:
+            count = weights.shape(names[0])[0]
+            exported |= {hf_name.replace("{expert}", str(expert)): (names, expert) for expert in range(count)}
+        else:
+            exported[older.get(hf_name, hf_name)] = (names, None)
+    return exported or {name: ([name], None) for name in weights}  # already under Hugging Face's names

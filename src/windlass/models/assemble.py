@@ -9,6 +9,7 @@ from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.interface import BlockSpec
 from windlass.blocks.latent.spec import LatentSpec
+from windlass.blocks.mamba.spec import MambaSpec
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
@@ -23,17 +24,32 @@ def default_hidden(width: int) -> int:
 
 
 def transformer_spec(config: ModelConfig) -> ModelSpec:
-    """Layers of attention and a feed-forward block."""
+    """Layers of attention and a feed-forward block, and layers of one block."""
     assert config.width
     hidden = config.ffn or default_hidden(config.width)
     experts = None if config.experts is None else experts_spec(config, config.experts, hidden)
     dense_layers = 0 if config.experts is None else config.experts.dense_layers
     layers = []
     for index, letter in enumerate(layer_letters(config)):
-        mixer = attention_spec(config, letter) if config.latent is None else latent_spec(config, config.latent)
-        layers.append(layer_spec(config, "attention", mixer, hidden, experts if index >= dense_layers else None))
+        if letter == "M":
+            branch = branch_spec(config, "mamba", mamba_spec(config))
+        elif letter == "*":
+            branch = branch_spec(config, "attention", attention_spec(config, letter))
+        elif letter in "-E":
+            branch = feed_forward_spec(config, hidden, experts if letter == "E" else None)
+        else:
+            mixer = attention_spec(config, letter) if config.latent is None else latent_spec(config, config.latent)
+            layers.append(layer_spec(config, "attention", mixer, hidden, experts if index >= dense_layers else None))
+            continue
+        layers.append(LayerSpec((branch,)))
     spec = decoder_spec(config, layers)
-    return spec if config.experts is None and config.latent is None else replace(spec, measured=False)
+    is_measured = config.experts is None and config.latent is None and config.mamba is None
+    return spec if is_measured else replace(spec, measured=False)
+
+
+def mamba_spec(config: ModelConfig) -> MambaSpec:
+    assert config.width and config.mamba  # config.check has asked for them
+    return MambaSpec(width=config.width, norm_eps=config.norm_eps, **config.mamba.model_dump())
 
 
 def experts_spec(config: ModelConfig, experts: ExpertsConfig, hidden: int) -> ExpertsSpec:
@@ -71,7 +87,7 @@ def attention_spec(config: ModelConfig, letter: str) -> AttentionSpec:
         heads=config.heads,
         kv_heads=config.kv_heads or config.heads,
         head_dim=head_dim,
-        rope=None if letter == "N" else Rope(theta, int(head_dim * config.rope_fraction), scaling),
+        rope=None if letter in "N*" else Rope(theta, int(head_dim * config.rope_fraction), scaling),
         window=(config.window or 0) if windowed else 0,
         qk_norm=config.qk_norm,
         qk_norm_eps=config.norm_eps,
@@ -113,17 +129,20 @@ def layer_spec(
 ) -> LayerSpec:
     """A mixer, whose parameters begin with `name`, and a feed-forward block of inner size `hidden` (or `experts`), with
     norms where the recipe puts them."""
+    return LayerSpec((branch_spec(config, name, mixer), feed_forward_spec(config, hidden, experts)))
+
+
+def feed_forward_spec(config: ModelConfig, hidden: int, experts: BlockSpec | None = None) -> Branch:
     assert config.width
-    norm = norm_spec(config)
-    pre, post = (norm if config.norm_place in place else None for place in (("pre", "both"), ("post", "both")))
     clamp = config.clamp_alpha, config.clamp_limit
-    feed_forward = experts or MlpSpec(width=config.width, hidden=hidden, activation=config.activation, clamp=clamp)
-    return LayerSpec(
-        (
-            Branch(name, mixer, pre, f"{name}_norm", post, f"{name}_post_norm"),
-            Branch("feed_forward", feed_forward, pre, "ffn_norm", post, "ffn_post_norm"),
-        )
-    )
+    block = experts or MlpSpec(width=config.width, hidden=hidden, activation=config.activation, clamp=clamp)
+    return branch_spec(config, "feed_forward", block, "ffn")
+
+
+def branch_spec(config: ModelConfig, name: str, block: BlockSpec, norm_name: str | None = None) -> Branch:
+    norm, norm_name = norm_spec(config), norm_name or name
+    pre, post = (norm if config.norm_place in place else None for place in (("pre", "both"), ("post", "both")))
+    return Branch(name, block, pre, f"{norm_name}_norm", post, f"{norm_name}_post_norm")
 
 
 def norm_spec(config: ModelConfig) -> NormSpec:

@@ -180,6 +180,8 @@ class DecoderModel(nn.Module):
         """What the backward pass computes again: none, selective or full."""
         for layer in self.typed_layers():
             layer.recompute = policy
+            for block in layer.blocks():
+                block.repeats = type(block).repeats and policy == "none"
 
     def prepare(self, device: torch.device | str, length: int | None = None) -> None:
         """Make what is derived and not trained. Call once the parameters are on their device."""
@@ -212,7 +214,7 @@ class DecoderModel(nn.Module):
         if name.startswith("layers."):
             _, number, branch, local = name.split(".", 3)
             block = cast(Block, getattr(self.layers[number], branch))
-            return block.filler(local, self.spec.init_std, self.num_layers)
+            return block.filler(local, self.spec.init_std, max(1, self.spec.num_branches // 2))
         return partial(fill_normal, std=self.spec.init_std)
 
     def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -117,6 +117,11 @@ class ModelSpec:
         return sum(group.count for group in self.groups)
 
     @cached_property
+    def num_branches(self) -> int:
+        """Residual branches of all layers."""
+        return sum(group.count * len(group.layer.branches) for group in self.groups)
+
+    @cached_property
     def params(self) -> ParameterCount:
         table, norms = self.embedding.vocab * self.width, self.norm.params() * (2 if self.embedding.norm else 1)
         layers = Counter[str]()

@@ -161,6 +161,7 @@ def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> Non
 
 
 def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
+    import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 
@@ -169,6 +170,9 @@ def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: li
     compiler.cache_key_tag = f"attention={step.attention}"
     functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
     exchanges = world.layout.expert > 1
+    # A graph for each kind of layer and for the first one, in training and in evaluation with and without documents.
+    kinds = len({layer.spec for layer in module.typed_layers()}) + 1
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * kinds)
     for layer in module.layer_modules():
         # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in
         # evaluation. Only the rows that experts exchange are of any number; the exchange itself cuts the graph.

@@ -35,16 +35,25 @@ def one_token(block: Experts, x: torch.Tensor) -> torch.Tensor:
     weights = (weights / weights.sum() if spec.renormalise else weights) * spec.scale
     out = x.new_zeros(spec.width)
     for weight, expert in zip(weights, chosen.tolist(), strict=True):
-        out = out + weight * (block.w2[expert] @ (F.silu(block.w1[expert] @ x) * (block.w3[expert] @ x)))
-    if block.shared is not None:
-        shared = block.shared
+        if block.w3 is None:
+            out = out + weight * (block.w2[expert] @ F.relu(block.w1[expert] @ x).square())
+        else:
+            out = out + weight * (block.w2[expert] @ (F.silu(block.w1[expert] @ x) * (block.w3[expert] @ x)))
+    if (shared := block.shared) is not None and shared.w3 is None:
+        out = out + shared.w2.weight @ F.relu(shared.w1.weight @ x).square()
+    elif shared is not None:
         out = out + shared.w2.weight @ (F.silu(shared.w1.weight @ x) * (shared.w3.weight @ x))
     return out
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"router": "sigmoid", "scale": 2.5, "shared_hidden": 20}, {"renormalise": False, "top_k": 8}],
+    [
+        {},
+        {"router": "sigmoid", "scale": 2.5, "shared_hidden": 20},
+        {"renormalise": False, "top_k": 8},
+        {"activation": "relu2", "shared_hidden": 20},
+    ],
     ids=str,
 )
 def test_each_token_meets_its_experts(changes: dict[str, Any]) -> None:
@@ -138,3 +147,7 @@ def test_costs_count_what_a_token_meets() -> None:
     # Routing, three copies of the token, and gate, up and their product.
     assert spec.kept_bytes(step, layout) == (8 * 8 + 28 * 3) + 2 * 3 * 16 + 2 * 3 * (3 * 12 + 20)
     assert spec.divides("tensor") == (("model.experts.ffn", 12), ("model.experts.shared_ffn", 20))
+    ungated = ExpertsSpec(**SIZES, shared_hidden=20, activation="relu2")
+    assert sum(ungated.params().values()) == 2 * 8 * 16 * 12 + 8 * 16 + 2 * 16 * 20
+    assert ungated.active_params() == 2 * 3 * 16 * 12 + 8 * 16 + 2 * 16 * 20
+    assert ungated.kept_bytes(step, layout) == (8 * 8 + 28 * 3) + 2 * 3 * 16 + 2 * 2 * (3 * 12 + 20)
