@@ -17,6 +17,7 @@ from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
 from windlass.train.batches import BatchPlan, cut
+from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
@@ -58,7 +59,8 @@ class Stepper:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
         self.clip = recipe.optim.clip
         # Of a sum over tokens in the loss; set for each batch.
-        self.scale = 1.0 / plan.tokens_per_step
+        self.scale: float | Tensor = 1.0 / plan.tokens_per_step
+        self.goldfish = recipe.train.goldfish_k, recipe.train.goldfish_h
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
         # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
@@ -67,7 +69,7 @@ class Stepper:
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
         options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
-        self.routers = Routers(parts, world, self.scale)
+        self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
@@ -94,10 +96,13 @@ class Stepper:
         returns the times of the forward passes."""
         self._sums.clear()
         self.routers.clear()
-        inputs, targets, numbers = cut(tokens, documents, self.world)
-        accumulation = len(tokens) // self.plan.layout.micro_batch
-        self.scale = 1.0 / (len(tokens) * self.world.layout.data * self.plan.seq_len)
-        self.routers.set_scale(self.scale)
+        accumulation, batch_tokens = self._batch_size(tokens)
+        self.routers.set_scale(1.0 / batch_tokens)
+        self.scale, ignored = 1.0 / batch_tokens, None
+        if self.goldfish[0]:
+            ignored = left_out(tokens, *self.goldfish)
+            self.scale = self._counted(ignored, batch_tokens).reciprocal()
+        inputs, targets, numbers = cut(tokens, documents, self.world, ignored)
         if self.schedule is not None:
             self._run_pipeline("step", inputs, targets, numbers)
             if self.parts.tie is not None:
@@ -115,6 +120,17 @@ class Stepper:
             self.beat("backward")
             (sums[0] * self.scale).backward()
         return forward
+
+    def _batch_size(self, tokens: Tensor) -> tuple[int, int]:
+        """Micro-batches of this rank's sequences, and tokens of the whole step."""
+        sequences = len(tokens)
+        return sequences // self.plan.layout.micro_batch, sequences * self.world.layout.data * self.plan.seq_len
+
+    def _counted(self, ignored: Tensor, batch_tokens: int) -> Tensor:
+        """Tokens of the whole batch that are not ignored; every rank of a data group holds the same sequences."""
+        layout = self.world.layout
+        copies = layout.tensor * layout.context * layout.pipeline
+        return (batch_tokens - self.world.sum_(ignored.sum(dtype=torch.float64)) / copies).to(torch.float32)
 
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
