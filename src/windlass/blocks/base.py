@@ -33,6 +33,7 @@ class Block(nn.Module):
     # Attention kernel, which the engine and `parallel.py` may replace; None: the block has none.
     core: Callable[..., Tensor] | None = None
     window: int | None = None  # keys that attention reaches, 0 for all of them; None: the block has no attention
+    measures_logits = False  # attention by `wq` and `wk`, whose largest logits `max_logits` can hold
     # Factor of the gradient of the block's auxiliary loss, a sum over tokens; the training step sets it.
     auxiliary_scale = 0.0
     fused = False  # products of the same input run as one (`StepSpec.fused_projections`)

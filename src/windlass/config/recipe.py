@@ -91,6 +91,9 @@ class OptimConfig(Table):
     """Applied to matrices, not to norms, biases or embeddings."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    qk_clip: NonNegativeFloat = 0.0
+    """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi K2
+    used 100); 0: off. The largest is that of 16 queries of each sequence."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
 
@@ -133,6 +136,9 @@ class TrainConfig(Table):
     """Goldfish loss: tokens before a token that decide whether it is left out."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
+    instruments: NonNegativeInt = 0
+    """Steps between looks at every layer: norms of gradient, weights and update, scale of its output, largest attention
+    logit; 0: off."""
     eval_every: NonNegativeInt = 0
     """Steps between validation passes; 0: only at the end, if there is a validation split."""
     eval_tokens: Tokens = 262_144

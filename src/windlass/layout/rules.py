@@ -277,6 +277,15 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
             f"data.mask_documents is not possible with model.family = {recipe.model.family!r}",
             hint="use family llama, or data.mask_documents = false",
         )
+    if recipe.optim.qk_clip and not model.foreign:
+        normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]
+        if normed or not any(b.kind == "attention" for b in model.blocks):
+            reason = "queries and keys are normed, which bounds them already" if normed else "the model has none"
+            raise ConfigError(
+                "model.no-qk-clip",
+                f"optim.qk_clip = {recipe.optim.qk_clip:g} scales the weights of queries and keys, but {reason}",
+                hint="leave optim.qk_clip out",
+            )
     if not model.foreign:
         return
     settings = {
@@ -284,6 +293,7 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
         'train.precision = "fp8"': train.precision == "fp8",
         "train.fuse = true": train.fuse,
         'train.attention = "flash3"': train.attention == "flash3",
+        "optim.qk_clip": recipe.optim.qk_clip,
     }
     ignored = [setting for setting, is_set in settings.items() if is_set]
     if ignored:

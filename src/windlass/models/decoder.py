@@ -138,6 +138,8 @@ class DecoderModel(nn.Module):
         self.embeds = True
         self.position_start = 0  # first position of this rank's part of the sequence
         self.divided_positions = False  # other ranks hold the other positions
+        # `observe` gets the number of each layer and its output, where a step is measured (train/instruments.py).
+        self.observer: Any = None
         self._window_masks: dict[tuple[int, int], Any] = {}
         self.tables: dict[str, Table] = {}
         self._table_end = 0
@@ -212,8 +214,10 @@ class DecoderModel(nn.Module):
             self.prepare(x.device, x.shape[1])
         context = BlockContext(self.tables, documents, self.block_masks(x, documents))
         hidden: Tensor | Carried = self.embed(x) if self.embeds and self.embed is not None else x
-        for layer in self.typed_layers():
+        for number, layer in zip(self.layers, self.typed_layers(), strict=True):
             hidden = layer(hidden, context)
+            if self.observer is not None:
+                self.observer.observe(int(number), added(hidden))
         return added(hidden) if self.norm is None else self.norm(added(hidden))
 
     def block_masks(self, x: Tensor, documents: Tensor | None) -> dict[int, Any]:

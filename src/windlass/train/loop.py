@@ -178,7 +178,9 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
             each(hooks, "on_step_begin", training)
             batch_tokens = plan.batch_tokens(progress.tokens)
             lr = learning_rate(recipe.optim, progress.tokens + batch_tokens, plan.total_tokens)
-            result = training.stepper.step(tokens, documents, lr)
+            every = recipe.train.instruments
+            measure = {"measure": True} if every and (progress.step + 1) % every == 0 else {}
+            result = training.stepper.step(tokens, documents, lr, **measure)
             result.data_seconds = batches.wait_seconds
             progress.advance(plan)
             if progress.step % recipe.train.gc_every == 0:

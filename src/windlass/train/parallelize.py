@@ -242,8 +242,9 @@ def bind_pipeline(
         def _post_metadata_inference_cleanup(self) -> None:
             """Before its first batch a schedule runs each stage once to learn its shapes; that does not count."""
             super()._post_metadata_inference_cleanup()
-            for block in cast(DecoderModel, self.submod).blocks():
-                block.clear_counts()
+            module = cast(DecoderModel, self.submod)
+            for counter in (*module.blocks(), *(() if module.observer is None else (module.observer,))):
+                counter.clear_counts()
 
     assert world.mesh is not None
     pipeline_stages = [

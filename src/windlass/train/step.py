@@ -19,6 +19,7 @@ from windlass.layout.types import StepSpec
 from windlass.train.batches import BatchPlan, cut
 from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
+from windlass.train.instruments import AttentionLogits, Instruments, QKClip
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
@@ -39,6 +40,8 @@ class StepResult:
     forward: list[tuple[Mark, Mark]] | None
     # How long the step waited for its batch.
     data_seconds: float = 0.0
+    # What `Instruments.finish` measured, in a step that was asked for it.
+    layers: Tensor | None = None
 
     def forward_seconds(self) -> float | None:
         """On a GPU only when the step is done: its events are read long after."""
@@ -71,31 +74,49 @@ class Stepper:
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
         self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
+        train, qk_clip = recipe.train, recipe.optim.qk_clip
+        self.logits = AttentionLogits(parts, world) if train.instruments or qk_clip else None
+        self.qk_clip = QKClip(self.logits, optimizer, qk_clip) if self.logits is not None and qk_clip else None
+        self.instruments = Instruments(parts, optimizer, world, self.replication) if train.instruments else None
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
 
-    def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
-        """One optimizer step on this rank's sequences (n, seq_len + 1)."""
+    def step(self, tokens: Tensor, documents: Tensor | None, lr: float, *, measure: bool = False) -> StepResult:
+        """One optimizer step on this rank's sequences (n, seq_len + 1); `measure`: look at every layer."""
+        instruments = self.instruments if measure else None
+        if instruments is not None:
+            instruments.begin()
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
         (loss, norm, auxiliary), routed = self._reduce()
         self.beat("update")
         scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
         reason = self.guard.judge(loss, norm)
+        if instruments is not None:
+            instruments.before_update()
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
+        layers = None
+        if self.logits is not None and (self.qk_clip is not None or instruments is not None):
+            largest = self.logits.largest()
+            if self.qk_clip is not None:
+                self.qk_clip.apply(largest, reason == 0)
+            layers = None if instruments is None else instruments.finish(largest)
         routing = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
-        return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing)), lr, forward)
+        values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing))
+        return StepResult(values, lr, forward, layers=layers)
 
     def gradients(self, tokens: Tensor, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         self._sums.clear()
         self.routers.clear()
+        if self.logits is not None:
+            self.logits.clear()
         accumulation, batch_tokens = self._batch_size(tokens)
         self.routers.set_scale(1.0 / batch_tokens)
         self.scale, ignored = 1.0 / batch_tokens, None
