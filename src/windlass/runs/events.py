@@ -262,12 +262,15 @@ class LayersMeasured(
         return layer, value, value / median if median > 0 else None
 
     def describe(self) -> str:
-        parts = []
-        for name in ("gradient_norm", "weight_norm", "update_norm", "activation_rms", "max_logit"):
-            if (entry := self.largest(name)) is not None:
-                layer, value, ratio = entry
-                times = "" if ratio is None or name == "max_logit" else f", x{ratio:.1f}"
-                parts.append(f"{name.replace('_', ' ')} {value:.3g} (layer {layer}{times})")
+        """The quantity in which one layer stands out most comes first; the largest logit needs no comparison."""
+        names = ("gradient_norm", "weight_norm", "update_norm", "activation_rms")
+        entries = [(name, entry) for name in names if (entry := self.largest(name)) is not None]
+        parts = [
+            f"{name.replace('_', ' ')} {value:.3g} (layer {layer}{'' if ratio is None else f', x{ratio:.1f}'})"
+            for name, (layer, value, ratio) in sorted(entries, key=lambda item: -(item[1][2] or 0.0))
+        ]
+        if (logit := self.largest("max_logit")) is not None:
+            parts.append(f"largest logit {logit[1]:.3g} (layer {logit[0]})")
         return f"layers at step {self.step}: {', '.join(parts) or 'not measured'}"
 
 
