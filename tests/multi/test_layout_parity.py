@@ -172,7 +172,13 @@ class Parity:
         return train_here(self.recipe(), self.documents)
 
     def __str__(self) -> str:
-        kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents, "goldfish" * self.goldfish]
+        kind = [
+            self.family,
+            self.optimizer,
+            "tied" * self.tied,
+            "documents" * self.documents,
+            "goldfish" * self.goldfish,
+        ]
         kind += [f"{self.layers} layers"] if self.layers != 4 else []
         sizes = [f"{key}={value}" for key, value in self.layout.items()]
         return "-".join([f"{self.world}x{self.micro}", *filter(None, kind), *sizes])

@@ -61,7 +61,7 @@ def test_report_and_dashboard_show_charts_and_the_last_look(measured: Run) -> No
     summary = collect(measured, columns=columns)
     (section,) = stability_sections(summary)
     charts = [item for item in section.items if isinstance(item, Chart)]
-    assert [chart.series[0].y for chart in charts][0] == (1.2, 50.0) and len(charts) == 5
+    assert next(chart.series[0].y for chart in charts) == (1.2, 50.0) and len(charts) == 5
     table = section.items[-1]
     assert isinstance(table, DataTable)
     assert table.rows[1][:2] == ("layer 1", "50") and table.rows[3][0].startswith("embedding")

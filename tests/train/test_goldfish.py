@@ -66,7 +66,11 @@ def test_the_loss_is_the_mean_of_the_counted_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("train", "numbers"),
-    [({"goldfish_k": 1}, "at least 2"), ({"goldfish_h": 32}, "at most 31"), ({"goldfish_k": 1, "goldfish_h": 40}, "40")],
+    [
+        ({"goldfish_k": 1}, "at least 2"),
+        ({"goldfish_h": 32}, "at most 31"),
+        ({"goldfish_k": 1, "goldfish_h": 40}, "40"),
+    ],
 )
 def test_settings_that_leave_nothing_are_refused(train: dict[str, Any], numbers: str) -> None:
     with pytest.raises(ConfigError) as error:

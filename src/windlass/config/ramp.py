@@ -1,5 +1,6 @@
 """The steps of a run: one batch size, or one for each stretch of tokens (`data.batch_ramp`)."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,9 @@ def batch_phases(recipe: Recipe, batch_tokens: int) -> tuple[BatchPhase, ...]:
         next_start = sizes[number + 1][0] if number + 1 < len(sizes) else math.inf
         # A step that would end beyond the run's tokens is not begun; one that crosses into the next phase is.
         fitting = steps_left if limit == math.inf else (limit - position) // batch
-        steps = int(min(fitting, steps_left, math.inf if next_start == math.inf else -(-(next_start - position) // batch)))
+        steps = int(
+            min(fitting, steps_left, math.inf if next_start == math.inf else -(-(next_start - position) // batch))
+        )
         if steps > 0:
             phases.append(BatchPhase(position, batch, steps))
             position, steps_left = position + steps * batch, steps_left - steps
@@ -58,7 +61,7 @@ def ramp_problems(data: DataConfig) -> list[str]:
     if data.batch_ramp and data.batch_tokens is None:
         problems.append("data.batch_ramp: needs data.batch_tokens, the batch from which it starts")
     starts = [0, *(start for start, _ in data.batch_ramp)]
-    for before, start in zip(starts, starts[1:], strict=False):
+    for before, start in itertools.pairwise(starts):
         if start <= before:
             problems.append(f"data.batch_ramp: position {start:,} is not above the one before it ({before:,})")
     return problems

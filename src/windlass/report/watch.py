@@ -114,7 +114,11 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
     ]
     looks = [e for e in s.events if isinstance(e, LayersMeasured)]
     # Of the newest five events as many as there is room for.
-    events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2 - bool(looks)) :] if lines_left > 2 + bool(looks) else []
+    events = (
+        [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2 - bool(looks)) :]
+        if lines_left > 2 + bool(looks)
+        else []
+    )
     ages = ["?" if e.time is None else print_seconds(max(0.0, now - e.time)) for e in events]
 
     def cut(text: str, style: str) -> Text:

@@ -6,6 +6,7 @@ cannot be right (a text where a number belongs), is None. Kinds and keys that th
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -253,7 +254,7 @@ class LayersMeasured(
         if not values:
             return None
         if name == "activation_rms":
-            pairs = zip(values, values[1:], strict=False)
+            pairs = itertools.pairwise(values)
             growth = [(after / before, i, after) for (_, before), (i, after) in pairs if before]
             ratio, layer, value = max(growth, default=(None, *values[0]))
             return layer, value, ratio

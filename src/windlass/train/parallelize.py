@@ -230,9 +230,7 @@ def set_sync(module: nn.Module, sync: GradientSync, last: bool) -> None:
     module.set_reshard_after_backward(last or not sync.keep_weights)
 
 
-def bind_pipeline(
-    parts: ModelParts, world: World, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: int
-) -> Any:
+def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: int) -> Any:
     """The schedule that moves `micro_batches` through the stages, or None without a pipeline."""
     if parts.num_stages == 1:
         return None
