@@ -141,8 +141,8 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
     if violation is not None:
         yield violation
     for sequences in size.smaller:
-        valid = nearest_batches(layout, replace(size, sequences=sequences))
-        if valid != [sequences]:
+        batches = nearest_batches(layout, replace(size, sequences=sequences))
+        if batches != [sequences]:
             unit = layout.data * layout.micro_batch * size.seq_len
             filled = f", in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
             yield Violation(
@@ -150,7 +150,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
                 f"data.batch_ramp: a batch of {sequences * size.seq_len:,} tokens is not a multiple of {unit:,} = "
                 f"micro_batch {layout.micro_batch} x seq_len {size.seq_len:,} x {layout.data:,} replica"
                 f"{'s' * (layout.data > 1)}{filled * (layout.pipeline > 1)}",
-                " or ".join(f"{batch * size.seq_len:,}" for batch in sorted(valid)),
+                " or ".join(f"{batch * size.seq_len:,}" for batch in sorted(batches)),
             )
     if layout.accumulation < layout.pipeline:
         fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))

@@ -25,7 +25,7 @@ class AttentionLogits:
 
     def __init__(self, parts: ModelParts, world: World) -> None:
         self.world = world
-        self.blocks = {
+        self.blocks: dict[int, tuple[str, Any]] = {
             int(key): (f"layers.{key}.{branch.name}", block)
             for module in parts.modules
             for key, layer in (zip(module.layers, module.typed_layers(), strict=True) if module.divisible else ())
