@@ -160,6 +160,9 @@ class LayoutConfig(Table):
     """interleaved: model chunks per pipeline rank."""
     context: PositiveInt = 1
     """Context-parallel degree for long sequences."""
+    expert: PositiveInt = 1
+    """Expert-parallel degree: so many of the data- and context-parallel devices share the experts of a copy. It adds no
+    devices."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer states (or parameters too) in host memory."""
     sync: Literal["auto", "every", "last"] = "auto"

@@ -12,7 +12,7 @@ from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units,
 from windlass.cost.step import StepEstimate, estimate_step
 from windlass.errors import PlanError
 from windlass.layout.rules import batch_violation
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.planner.candidates import (
     LayoutCandidate,
     candidate_of,
@@ -220,7 +220,7 @@ def rank(plans: Iterable[Plan]) -> list[Plan]:
 
     def key(p: Plan) -> tuple[float, ...]:
         layout = p.layout
-        mechanisms = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context))
+        mechanisms = sum(getattr(layout, axis) > 1 for axis in AXES)
         mechanisms += (layout.offload != "none") + (layout.shard != "none") + (p.recompute != "none")
         steps = int(math.log(max(cost(p) / best, 1.0)) / TIE)
         return steps, -layout.data, layout.accumulation, mechanisms, p.memory.needed

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from windlass.blocks.interface import BlockSpec, Product
 from windlass.layout.types import Layout, StepSpec
 
+# Rows of the fullest expert-parallel rank relative to the mean. Assumed: a rank's experts even out among themselves.
+RANK_IMBALANCE = 1.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec(BlockSpec):
@@ -30,6 +33,9 @@ class ExpertsSpec(BlockSpec):
         if self.shared_hidden:
             terms["shared experts"] = 3 * self.width * self.shared_hidden
         return terms
+
+    def expert_params(self) -> int:
+        return self.params()["experts"]
 
     def active_params(self) -> int:
         return sum(product.weights for product in self.products())
@@ -62,26 +68,40 @@ class ExpertsSpec(BlockSpec):
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Routing, the sorted copies of each token, and gate, up and their weighted product (63.3 and 92.1 GiB measured
         on an H200, as counted here); eager code also keeps the activated gate and the product before its weights."""
-        size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
-        rows = size * self.top_k * self.width
+        size, full = step.bytes_per_value, self.fullest(layout)
+        hidden = (full * self.top_k * self.hidden + self.shared_hidden) / layout.tensor
+        rows = full * size * self.top_k * self.width
         return self.routing_bytes() + rows + size * hidden * (3.0 if step.compile else 5.0)
 
+    def fullest(self, layout: Layout) -> float:
+        """Rows of the fullest rank relative to those of its own tokens."""
+        return RANK_IMBALANCE if layout.expert > 1 else 1.0
+
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Gradients of the sorted copies, by gate and by up, and of the product between them."""
+        """Gradients of the sorted copies, by gate and by up, and of the product between them; an exchange also holds
+        what is sent."""
         rows, hidden = 2.0 * self.top_k * self.width, self.top_k * self.hidden / layout.tensor
-        return step.bytes_per_value * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
+        held = self.fullest(layout) * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
+        return step.bytes_per_value * held + self.exchanged_bytes(step, layout)
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Scores of all experts, copies of each token to its experts and back, and the gate."""
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         copies = 2.0 * size * (self.top_k + 1) * self.width
         gate = 16.0 if step.native and not step.compile else 3.0 * size
+        # Received rows are sorted by expert, and put back: each read and written.
+        copies += 4.0 * self.exchanged_bytes(step, layout)
         return 2.0 * self.routing_bytes() + copies + gate * hidden
+
+    def exchanged_bytes(self, step: StepSpec, layout: Layout) -> float:
+        return float(step.bytes_per_value * self.top_k * self.width) if layout.expert > 1 else 0.0
 
     def context_bytes(self, step: StepSpec, layout: Layout) -> float:
         return 0.0
 
     def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
+        if axis == "expert":
+            return (("model.experts.count", self.count),)
         if axis != "tensor":
             return ()
         shared = (("model.experts.shared_ffn", self.shared_hidden),) if self.shared_hidden else ()
