@@ -145,7 +145,7 @@ def _rank_load(
         embedding=table + model.embedding.positions * model.width if 0 in held else 0.0,
         head=float(model.params.terms["final norm"]) + own_head if has_head else 0.0,
         body=sum(group.layer.rank_params(layout) * count for group, count, _ in loads),
-        experts=sum(group.layer.expert_params * count for group, count, _ in loads) / (layout.tensor * layout.expert),
+        experts=sum(group.layer.expert_params * count for group, count, _ in loads) / layout.expert_split,
         in_flight=1.0 if ranks == 1 else float(min(layout.accumulation, most)),
         has_loss=has_head,
     )
@@ -280,7 +280,7 @@ def _native_gathered(
 
 
 def _rank_states(step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[dict[str, float], float, float, float]:
-    if layout.expert == 1:
+    if layout.expert_split == layout.tensor:
         return _states(step, layout, rank.params)
     dense, *dense_sums = _states(step, layout, rank.params - rank.experts)
     experts, *expert_sums = _states(step, layout.for_experts, rank.experts)
