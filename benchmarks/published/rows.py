@@ -378,7 +378,8 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         compile=compiled,
         # PyTorch's own attention has been fused since 2.0, so "no flash" means stored scores only in older engines.
         attention="flash" if kernel == "math" and sharded else kernel,
-        loss=_loss(compiled, flash_text, sharded),
+        # torchtitan, whose attention is flex, computes the loss in chunks since June 2026.
+        loss="chunked" if "flex" in flash_text and text_of(row, "date") >= "2026-06" else _loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
         moment_tensors=1 if "sgd" in optimizer else 2,
         moments="int8" if "8-bit" in optimizer or "8bit" in optimizer else "bf16" if "bf16 moments" in optimizer else "fp32",

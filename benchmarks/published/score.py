@@ -11,6 +11,7 @@ Definitions (those of the published comparison):
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -149,7 +150,7 @@ def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
     rate, why = _rate(run, row, constants)
     return Prediction(
         refused=why,
-        memory_gib=_in_kind(estimated, kind) / GIB,
+        memory_gib=_in_kind(estimated, kind, run.capacity) / GIB,
         tokens_per_second_per_device=rate,
         fits=fits(estimated, run),
         assumed=run.assumed,
@@ -203,14 +204,17 @@ def fits(estimated: MemoryEstimate, run: PublishedRun) -> bool | None:
     return estimated.needed <= usable
 
 
-def _in_kind(estimated: MemoryEstimate, kind: str) -> float:
-    """The estimate in the kind and unit of the measurement (sources that print GB are compared in GB)."""
+def _in_kind(estimated: MemoryEstimate, kind: str, capacity: float | None) -> float:
+    """The estimate in the kind and unit of the measurement (sources that print GB are compared in GB).
+
+    The allocator's slack ends where the device's memory does."""
+    limit = max(estimated.allocated, capacity or math.inf)
     scale = GIB / 1e9 if "gb" in kind.split() or "(gb" in kind else 1.0
-    if kind == "allocated":
+    if kind.startswith("allocated"):
         return estimated.allocated * scale
-    if "nvidia-smi" in kind or "rocm-smi" in kind or "driver" in kind:
-        return estimated.total * scale
-    return estimated.reserved * scale
+    if any(mark in kind for mark in ("nvidia-smi", "rocm-smi", "driver", "device used", "device-used")):
+        return min(estimated.total, limit) * scale
+    return min(estimated.reserved, limit) * scale
 
 
 def _rate_measured(row: Row) -> float | None:

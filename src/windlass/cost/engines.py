@@ -30,6 +30,10 @@ class EngineProfile:
     eager_update_bytes: float = 34.0
     # Every gathered layer is unpacked and its gradients packed, by copies (FSDP).
     copies_shards: bool = False
+    # In a pipeline, gathered weights stay until the step is done and gradients are summed undivided, in fp32.
+    gathers_once_in_pipelines: bool = False
+    # The activation of experts runs operation by operation even where layers are compiled.
+    eager_experts: bool = False
     # Gradients of unsharded layouts are reduced while the backward pass runs.
     overlaps_reduction: bool = True
     # What a search may propose when it plans for this engine (`windlass plan --engine-profile`).
@@ -58,6 +62,8 @@ ENGINE_PROFILES = {
         selective_share=0.35,
         eager_update_bytes=90.0,
         copies_shards=True,
+        gathers_once_in_pipelines=True,
+        eager_experts=True,
         shards=("none", "zero2", "full", "hybrid", "hybrid_zero2"),  # FSDP's five strategies
     ),
     # Softmax overwrites the fp32 logits and is kept for the gradient.
