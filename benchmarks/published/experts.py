@@ -74,7 +74,8 @@ class LatentSpec(BlockSpec):
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Latents; queries, keys and values of all heads, the output and its log-sums."""
         latents = step.bytes_per_value * (self.query_rank + self.key_rank + self.rotated_dim)
-        heads = step.bytes_per_value * 2.0 * (self.key_width + self.value_width) + 4.0 * self.heads
+        up = 2.0 * self.key_width + self.value_width if "mla_up_proj" not in step.recomputed else 0.0
+        heads = step.bytes_per_value * (up + self.value_width) + 4.0 * self.heads
         return latents + heads / layout.tensor
 
     def selective_bytes(self, step: StepSpec, layout: Layout) -> float:
@@ -157,6 +158,12 @@ def is_balanced(row: Row) -> bool:
     """Routing is forced to be even, or what exceeds an expert's capacity is dropped."""
     capacity = lower_text(row, "capacity")
     return flag(row, "force_balance") is True or bool(capacity and "dropless" not in capacity and capacity not in NO)
+
+
+def recomputed_modules(row: Row) -> tuple[str, ...]:
+    """Those of Megatron's selective recomputation."""
+    match = re.search(r"modules:([a-z_ ,]+)", lower_text(row, "recompute_detail"))
+    return tuple(re.findall(r"[a-z_]+", match.group(1))) if match else ()
 
 
 EVERY = re.compile(r"every (\d+)(?:st|nd|rd|th) layer recomputed in full")

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.published.cells import NO, YES, Row, flag, lower_text, number, positive, product, text_of
 
-from benchmarks.published.experts import dispatch_of, expert_model, is_balanced, recomputed_layers
+from benchmarks.published.experts import dispatch_of, expert_model, is_balanced, recomputed_layers, recomputed_modules
 
 from windlass.blocks.embedding.spec import padded_rows
 from windlass.blocks.experts.spec import ExpertsSpec
@@ -363,7 +363,7 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
     if layers_again is not None and recompute == "selective":
         recompute = "budget"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
-    gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if kernel == "te" and not sharded else None
+    gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if "bf16 states" in optimizer else "bf16" if kernel == "te" and not sharded else None
     # torch.compile and PyTorch's own attention mark loops written in plain PyTorch (DDP where nothing is sharded).
     native = kernel != "te" and (compile_stated or "sdpa" in flash_text)
     # Megatron accumulates bf16 gradients in fp32 and is what tensor and pipeline parallelism usually mean; DeepSpeed keeps 16 bits.
@@ -386,6 +386,7 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         gradient_precision=gradients,
         recompute_budget=1.0 - (layers_again or 0.5),
         dispatch=dispatch,
+        recomputed=recomputed_modules(row) if recompute == "selective" else (),
         balanced=is_balanced(row),
         engine="torch" if sharded or native else "megatron" if megatron else "deepspeed",
     )

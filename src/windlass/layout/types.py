@@ -194,6 +194,8 @@ class StepSpec:
     # How rows reach their experts on other ranks: alltoall (a copy for each expert). Rows of other engines also:
     # allgather (all rows to all ranks), fused (kernels such as DeepEP's: a copy for each rank).
     dispatch: str = "alltoall"
+    # Modules that another engine recomputes, by Megatron's names (moe_act, mla_up_proj, moe).
+    recomputed: tuple[str, ...] = ()
     # Every expert gets the same number of rows: forced by a benchmark, or the others are dropped.
     balanced: bool = False
     sync: GradientSync = field(default_factory=GradientSync)
@@ -211,6 +213,12 @@ class StepSpec:
     def bytes_per_value(self) -> int:
         """Size of an activation value."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def bytes_per_input(self) -> int:
+        """Size of a value that other engines keep as the input of a product."""
+        narrow = self.precision in ("fp8", "mxfp8", "nvfp4") and not self.native
+        return 1 if narrow else self.bytes_per_value
 
     @property
     def compiled_fp8(self) -> bool:

@@ -70,8 +70,11 @@ class ExpertsSpec(BlockSpec):
         on an H200, as counted here); eager code also keeps the activated gate and the product before its weights."""
         size, full = step.bytes_per_value, self.fullest(step, layout)
         hidden = (full * self.top_k * self.hidden + self.shared_hidden) / layout.tensor
-        rows = full * size * self.top_k * self.width * layout.expert_row_share
-        return self.routing_bytes() + rows + size * hidden * (3.0 if step.compile else 5.0)
+        rows = full * step.bytes_per_input * self.top_k * self.width * layout.expert_row_share
+        if "moe" in step.recomputed:
+            return 0.0
+        product = 0.0 if "moe_act" in step.recomputed else step.bytes_per_input * hidden
+        return self.routing_bytes() + rows + product + size * hidden * (2.0 if step.compile else 4.0)
 
     def fullest(self, step: StepSpec, layout: Layout) -> float:
         """Rows of the fullest rank relative to those of its own tokens."""
