@@ -32,10 +32,13 @@ class EngineProfile:
     copies_shards: bool = False
     # In a pipeline, gathered weights stay until the step is done and gradients are summed undivided, in fp32.
     gathers_once_in_pipelines: bool = False
-    # The activation of experts runs operation by operation even where layers are compiled.
+    # Experts run operation by operation even where layers are compiled.
     eager_experts: bool = False
     # Gradients of unsharded layouts are reduced while the backward pass runs.
     overlaps_reduction: bool = True
+    # Share of the exchange of experts' rows between nodes that interleaved pipelines leave exposed: the passes of two
+    # micro-batches can run side by side. Not fitted.
+    exposed_exchange: float = 1.0
     # What a search may propose when it plans for this engine (`windlass plan --engine-profile`).
     shards: tuple[str, ...] = ("none", "zero1", "zero2", "full")
     # Tensor and pipeline parallelism.
@@ -71,6 +74,7 @@ ENGINE_PROFILES = {
         fp32_weights=False,
         gradient_precision="fp32",
         plain_loss_bytes_unfused=14.0,
+        exposed_exchange=0.5,
         shards=("none", "zero1"),
         divides_layers=True,
     ),

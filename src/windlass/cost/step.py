@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
-from windlass.blocks.experts.spec import RANK_IMBALANCE
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
@@ -68,16 +67,15 @@ class Constants:
     straggle: float = 0.005
     # Share of the 8-bit rate that remains when casts and scales are paid.
     fp8: float = 0.75
-    # Rate of experts' products in other engines, relative to one product with the rows of one expert.
-    grouped: float = 0.8
-    # Share of a link that the rows of experts reach in plain exchanges, relative to large collectives.
-    exchange: float = 0.3
-    # The same with kernels made for it (DeepEP, HybridEP).
-    fused_exchange: float = 0.8
-    # Rows of the fullest expert-parallel rank relative to the mean.
-    imbalance: float = RANK_IMBALANCE
-    # Kernels of a layer with experts beside those of other layers, for each expert of the rank.
-    expert_kernels: float = 4.0
+    # `edge` of experts' products in other engines: many small ones, of unequal sizes.
+    expert_edge: float = 575.0
+    # Share of a link that exchanges of experts' rows reach in other engines, relative to large collectives; kernels
+    # made for it (DeepEP, HybridEP) reach all of it.
+    exchange: float = 0.52
+    # Rows of a layer's fullest expert-parallel rank relative to the mean, where routing is not forced to be even.
+    imbalance: float = 1.3
+    # Kernels in a layer with experts beside those of any layer, in other engines.
+    expert_kernels: float = 160.0
     # `edge` in our own engine, whose products are those of current libraries on Hopper.
     own_edge: float = 130.0
     # `fixed_ms` in our own engine: nothing in its step waits for the device.
@@ -351,8 +349,8 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         # Each expert of this rank multiplies its share of the copies; our FP8 leaves experts in 16 bits.
         local_experts = first.experts / layout.expert
         rows = tokens * layout.expert_row_share * first.top_k / local_experts
-        rate = r.wide if step.native else r.matmul * c.grouped
-        products += uneven * local_experts * _product_seconds(rows, outputs, inputs, rate, c)
+        rate, edge = (r.wide, c.edge) if step.native else (r.matmul, c.expert_edge)
+        products += uneven * local_experts * _product_seconds(rows, outputs, inputs, rate, replace(c, edge=edge))
     again_products, again_mixing, again_elementwise = _recomputed(layer, step)
     # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
     score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square
@@ -385,11 +383,11 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         size = sum(branch.block.context_bytes(step, layout) or 0.0 for branch in layer.branches)
         context = 0.3 * _ring_seconds(size * tokens * layout.context, layout.context, r, t)
     exchange = 0.0
-    if layout.expert > 1:  # rows go to the ranks of their experts, and results come back
-        size = tokens * sum(branch.block.exchanged_bytes(step, layout) for branch in layer.branches)
-        exchange = _exchange_seconds(2.0 * size, step, layout, r) * uneven
+    if layout.expert > 1 and local_experts:
+        exchange = _exchange_seconds(layer, tokens, step, layout, r) * uneven
     kernels = (20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels) + (8.0 if t > 1 else 0.0)
-    kernels += 0.0 if step.native else c.expert_kernels * local_experts
+    if local_experts and not step.native:
+        kernels += c.expert_kernels * (c.eager if ENGINE_PROFILES[step.engine].eager_experts else 1.0)
     return {
         "matrix products": products * (3.0 + again_products),
         "attention": mixing * (passes + again_mixing),
@@ -435,21 +433,25 @@ def _ring_seconds(
     return max(size * share / (r.inter * inside), size * share / r.intra) + messages * latency
 
 
-def _exchange_seconds(size: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
-    """Seconds in which each expert-parallel rank sends equal parts of its `size` bytes to all of them. Never hidden
-    behind compute: the products wait for the rows."""
-    ranks, span, c = layout.expert, layout.expert_split // layout.expert, r.constants
-    if not size:
-        return 0.0
-    share = 1.0 if step.native else c.fused_exchange if step.dispatch == "fused" else c.exchange
-    inside = min(ranks, max(1, r.linked // span))
-    local, latency = size * (inside - 1) / ranks / r.intra, 2.0 * (ranks - 1) * r.intra_latency
-    if ranks == inside:
-        return local / share + latency
-    latency = 2.0 * ((inside - 1) * r.intra_latency + math.log2(ranks) * r.inter_latency)
-    # A collective passes each row once to a node; an exchange once to each rank.
-    across = size * (ranks - inside) / ranks / r.inter / (inside if step.dispatch == "allgather" else 1)
-    return max(local, across) / share + latency
+def _exchange_seconds(layer: LayerSpec, tokens: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
+    """Seconds to send rows to the ranks of their experts and the results back, once. Never hidden behind compute: the
+    products wait for the rows."""
+    ranks, c = layout.expert, r.constants
+    inside = min(ranks, max(1, r.linked * ranks // layout.expert_split))  # ranks that the links inside a node join
+
+    def sent(groups: int) -> float:
+        """Bytes that a rank sends to the others of `groups` equal groups of ranks."""
+        divided = replace(layout, expert=groups)
+        size = 2.0 * tokens * sum(branch.block.exchanged_bytes(step, divided) for branch in layer.branches)
+        return size * (groups - 1) / groups
+
+    share = 1.0 if step.native or step.dispatch == "fused" else c.exchange
+    across = sent(ranks // inside) / r.inter / share if inside < ranks else 0.0
+    local = sent(ranks) * (inside - 1) / (ranks - 1) / r.intra / share
+    latency = 2.0 * ((inside - 1) * r.intra_latency + math.log2(ranks / inside) * r.inter_latency)
+    if layout.chunks > 1:
+        across *= ENGINE_PROFILES[step.engine].exposed_exchange
+    return max(local, across) + latency
 
 
 def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates) -> float:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from windlass.blocks.interface import BlockSpec, Product
 from windlass.layout.types import Layout, StepSpec
 
-# Rows of the fullest expert-parallel rank relative to the mean. Assumed: a rank's experts even out among themselves.
+# Rows of the fullest expert-parallel rank relative to the mean, over all layers, where routing is not forced to be even.
+# Assumed: layers, and the experts of a rank, even out among themselves. Each layer alone is less even (`Constants.imbalance`).
 RANK_IMBALANCE = 1.1
 
 
