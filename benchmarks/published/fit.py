@@ -33,6 +33,11 @@ def source_of(row: dict[str, str]) -> str:
     return row.get("source_group") or row.get("source") or ""
 
 
+def publisher_of(row: dict[str, str]) -> str:
+    """Sources of one publisher share machines and people: `oellm-30b-titan` and `oellm-moe-small` are both `oellm`."""
+    return source_of(row).partition("-")[0]
+
+
 class Fit:
     """Rows that are read once, so that a fit costs a few seconds of CPU."""
 

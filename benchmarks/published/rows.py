@@ -51,6 +51,8 @@ DENSE = re.compile(
     r"(llama|mistral|qwen|gemma|phi|olmo|falcon|pythia|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?"
 )
 """Names of dense families; whether they are gated is in the column `glu`. Llama 4 and gpt-oss have experts."""
+HYBRID = re.compile(r"hybrid|ssm|mamba|linear")
+"""Architectures with experts whose other layers are not all attention."""
 CONTRADICTION = 2.001
 """Ratio from which two cells cannot describe the same run. Published tables have labels that are off by up to two."""
 
@@ -114,7 +116,7 @@ def _read_run(row: Row) -> PublishedRun:
         layout = replace(layout, shard_size=max(1, group))
     interconnect = text_of(row, "interconnect")
     links = links_of(device, interconnect, per_node)
-    rack = re.search(r"nvl(\d+)", interconnect.lower())
+    rack = RACK.search(interconnect.lower())
     linked = int(rack.group(1)) if rack else None
     machine = None if device is None else Machine(device, links, per_node, linked_devices=linked)
     return PublishedRun(model, step, layout, machine, capacity, tuple(assumed), parts)
@@ -250,8 +252,11 @@ def _refuse_experts(row: Row) -> None:
 
 
 def _expert_model(row: Row, assumed: list[str]) -> ModelSpec:
+    if HYBRID.search(lower_text(row, "arch")):
+        raise _UnreadableError(f"arch {lower_text(row, 'arch')!r}: layers other than attention are not predicted")
     width, shared = _needed(row, "hidden"), number(row, "shared_ffn")
-    sizes = {key: _needed(row, key) for key in ("layers", "experts", "top_k", "expert_ffn")}
+    sizes = {key: _needed(row, key) for key in ("layers", "experts", "top_k")}
+    sizes["expert_ffn"] = positive(row, "expert_ffn") or _default(row, "expert_ffn", _needed(row, "ffn"), assumed)
     if sizes["top_k"] > sizes["experts"]:
         raise _UnreadableError(f"top_k {sizes['top_k']} is more than {sizes['experts']} experts")
     heads = _default(row, "heads", max(1, width // 128), assumed)
@@ -378,8 +383,7 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         compile=compiled,
         # PyTorch's own attention has been fused since 2.0, so "no flash" means stored scores only in older engines.
         attention="flash" if kernel == "math" and sharded else kernel,
-        # torchtitan, whose attention is flex, computes the loss in chunks since June 2026.
-        loss="chunked" if "flex" in flash_text and text_of(row, "date") >= "2026-06" else _loss(compiled, flash_text, sharded),
+        loss=_loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
         moment_tensors=1 if "sgd" in optimizer else 2,
         moments="int8" if "8-bit" in optimizer or "8bit" in optimizer else "bf16" if "bf16 moments" in optimizer else "fp32",
@@ -455,10 +459,12 @@ def _recompute(text: str) -> str | None:
 
 
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
-    """plain, compiled or inplace. The flash-attn package has a cross-entropy that overwrites the logits, and tables with "flash: yes" are
+    """plain, compiled, chunked or inplace. The flash-attn package has a cross-entropy that overwrites the logits, and tables with "flash: yes" are
     of engines that use both. The name of a kernel ("fa2", "sdpa") says nothing about the loss."""
     if sharded and not compiled and flash_text in YES:
         return "inplace"
+    if sharded and "flex" in flash_text:
+        return "chunked"  # torchtitan
     return "compiled" if compiled else "plain"
 
 
@@ -528,6 +534,8 @@ def links_of(device: Device | None, text: str, per_node: int) -> Links:
     return Links(intra_gbs=intra, inter_gbs_per_node=node)
 
 
+RACK = re.compile(r"nvl(\d+)")
+"""Racks whose devices are all joined by the links inside a node."""
 INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric|pcie", re.I)
 RATE = re.compile(r"(?:(\d+)\s*[x\u00d7]\s*)?(\d+(?:\.\d+)?)\s*(T|G)\s*(b/s|bps|bit/s|bits/s|B/s|bE\b)", re.I)
 INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
