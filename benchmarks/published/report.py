@@ -117,7 +117,13 @@ def expert_lines(result: dict[str, Any]) -> list[str]:
         lines += ["", f"| {title} | {' | '.join(EXPERT_COLUMNS[1:])} |", "|---" * len(EXPERT_COLUMNS) + "|"]
         lines += ["| " + " | ".join(row) + " |" for row in expert_rows(result[key]["experts"])]
     refused = "; ".join(f"{count} x {reason}" for reason, count in result["shipped"]["refused"].items())
-    lines += ["", f"Not predicted: {refused or 'none'}.", "", "| constant | shipped | range over the left-out fits |", "|---|---|---|"]
+    lines += [
+        "",
+        f"Not predicted: {refused or 'none'}.",
+        "",
+        "| constant | shipped | range over the left-out fits |",
+        "|---|---|---|",
+    ]
     ranges = result["ranges"].items()
     return [*lines, *(f"| {name} | {value:.4g} | {low:.4g} to {high:.4g} |" for name, (value, low, high) in ranges)]
 

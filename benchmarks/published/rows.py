@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from benchmarks.published.cells import NO, YES, Row, flag, lower_text, number, positive, product, text_of
-
 from benchmarks.published.experts import dispatch_of, expert_model, is_balanced, recomputed_layers, recomputed_modules
 
 from windlass.blocks.embedding.spec import padded_rows
@@ -179,9 +178,7 @@ def _parts(device: Device | None, name: str) -> int:
     return device.per_module if module else 1
 
 
-def _expert_degrees(
-    row: Row, model: ModelSpec, ranks: int, tensor: int, assumed: list[str]
-) -> tuple[int, int | None]:
+def _expert_degrees(row: Row, model: ModelSpec, ranks: int, tensor: int, assumed: list[str]) -> tuple[int, int | None]:
     """Ranks that share the experts, and those that share each of them."""
     counts = [block.count for block in model.blocks if isinstance(block, ExpertsSpec)]
     if not counts:
@@ -368,7 +365,15 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
     if layers_again is not None and recompute == "selective":
         recompute = "budget"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
-    gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if "bf16 states" in optimizer else "bf16" if kernel == "te" and not sharded else None
+    gradients = (
+        "fp32"
+        if "fp32 grad" in optimizer
+        else "bf16"
+        if "bf16 states" in optimizer
+        else "bf16"
+        if kernel == "te" and not sharded
+        else None
+    )
     # torch.compile and PyTorch's own attention mark loops written in plain PyTorch (DDP where nothing is sharded).
     native = kernel != "te" and (compile_stated or "sdpa" in flash_text)
     # Megatron accumulates bf16 gradients in fp32 and is what tensor and pipeline parallelism usually mean; DeepSpeed keeps 16 bits.
@@ -386,7 +391,11 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         loss=_loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
         moment_tensors=1 if "sgd" in optimizer else 2,
-        moments="int8" if "8-bit" in optimizer or "8bit" in optimizer else "bf16" if "bf16 moments" in optimizer else "fp32",
+        moments="int8"
+        if "8-bit" in optimizer or "8bit" in optimizer
+        else "bf16"
+        if "bf16 moments" in optimizer
+        else "fp32",
         gradient_precision=gradients,
         recompute_budget=1.0 - (layers_again or 0.5),
         dispatch=dispatch,
