@@ -28,6 +28,8 @@ class Meshes:
 
     tensor: DeviceMesh | None = None
     context: DeviceMesh | None = None
+    # Axes "ep" and, with tensor parallelism, "tp": those over which the weights of experts lie.
+    expert: DeviceMesh | None = None
 
 
 def by_rows(weight: Tensor, mesh: DeviceMesh) -> nn.Parameter:

@@ -71,7 +71,7 @@ class Constants:
     expert_edge: float = 575.0
     # Share of a link that exchanges of experts' rows reach in other engines, relative to large collectives; kernels
     # made for it (DeepEP, HybridEP) reach all of it.
-    exchange: float = 0.52
+    exchange: float = 0.5
     # Rows of a layer's fullest expert-parallel rank relative to the mean, where routing is not forced to be even.
     imbalance: float = 1.3
     # Kernels in a layer with experts beside those of any layer, in other engines.
@@ -385,6 +385,7 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     exchange = 0.0
     if layout.expert > 1 and local_experts:
         exchange = _exchange_seconds(layer, tokens, step, layout, r) * uneven
+    exchanged_again = float(step.recompute in ("full", "selective")) if step.native else again_elementwise
     kernels = (20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels) + (8.0 if t > 1 else 0.0)
     if local_experts and not step.native:
         kernels += c.expert_kernels * (c.eager if ENGINE_PROFILES[step.engine].eager_experts else 1.0)
@@ -395,7 +396,7 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         "casts to 8 bits": cast,
         "tensor-parallel traffic": gathered * (3.0 if step.recompute == "full" else 2.0) * (1 - hidden),
         "context-parallel traffic": context * 3.0,
-        "expert-parallel traffic": exchange * (2.0 + again_elementwise),
+        "expert-parallel traffic": exchange * (2.0 + exchanged_again),
         "kernel launches": kernels * (3.0 + again_elementwise) * c.launch_us * 1e-6,
     }
 

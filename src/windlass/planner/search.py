@@ -155,9 +155,11 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
     too_big = sorted((p for p in estimated if not p.fits), key=lambda p: p.memory.needed)
     rejected += [_too_big(p) for p in too_big[:KEPT_REJECTIONS]]
     rejected += [Rejected(candidate=c, reason=str(violation)) for c, violation in ruled_out(task)]
+    # Always shown: the recipe's own layout, and the best that divides experts.
+    by_experts = next((i for i, p in enumerate(explained) if p.layout.expert > 1), None)
     return Plans(
         task=task,
-        plans=tuple(p for i, p in enumerate(explained) if top is None or i < top or p.from_recipe),
+        plans=tuple(p for i, p in enumerate(explained) if top is None or i < top or p.from_recipe or i == by_experts),
         rejected=tuple(rejected),
         considered=considered,
         fitting=len(fitting),

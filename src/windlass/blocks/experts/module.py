@@ -38,10 +38,12 @@ class Experts(Block):
         self.statistics: Tensor
         self.register_buffer("statistics", torch.zeros(spec.count + 2), persistent=False)
         # The sequence divided over tensor-parallel ranks is brought together, and the ranks' parts of the result are
-        # summed and divided again; rows of each expert are summed over context ranks. `parallel.py` sets them.
+        # summed and divided again; rows of each expert are summed over context ranks; rows go to the rank of their
+        # expert. `parallel.py` sets them.
         self.enter: Callable[[Tensor], Tensor] = _unchanged
         self.leave: Callable[[Tensor], Tensor] = _unchanged
         self.sum_loads: Callable[[Tensor], Tensor] = _unchanged
+        self.dispatch: Dispatch = stay
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Buffers stay fp32: bf16 cannot count to 1,000, and would lose the small steps of the bias."""
@@ -56,14 +58,14 @@ class Experts(Block):
         chosen, weights, loads = self.route(tokens, x.shape[0])
         order = chosen.flatten().argsort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        ends = loads.sum(0).cumsum(0).to(torch.int32)
         rows: Tensor = cast(Any, SortedRows).apply(tokens, order, place, self.spec.top_k)
+        rows, row_weights, ends, bring_back = self.dispatch(rows, weights.flatten().gather(0, order), loads.sum(0))
         hidden = self.activation(grouped_product(rows, own_part(self.w1), ends))
         hidden = hidden * grouped_product(rows, own_part(self.w3), ends)
         # Weighted here and not after the last product, whose result need not be kept then.
-        hidden = hidden * weights.flatten().gather(0, order).to(hidden.dtype)[:, None]
+        hidden = hidden * row_weights.to(hidden.dtype)[:, None]
         out: Tensor = cast(Any, SummedRows).apply(
-            grouped_product(hidden, own_part(self.w2), ends), order, place, self.spec.top_k
+            bring_back(grouped_product(hidden, own_part(self.w2), ends)), order, place, self.spec.top_k
         )
         if self.shared is not None:
             out = out + self.shared(tokens)
@@ -167,6 +169,16 @@ class AddedLoss(torch.autograd.Function):
 
 def _unchanged(x: Tensor) -> Tensor:
     return x
+
+
+# Of sorted rows, their weights and the number of rows of each expert: the rows and weights that this rank's experts
+# multiply, where those of each end, and what brings the results back.
+Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]]
+
+
+def stay(rows: Tensor, weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """This rank holds all experts."""
+    return rows, weights, counts.cumsum(0).to(torch.int32), _unchanged
 
 
 BLOCK = Experts

@@ -94,8 +94,10 @@ class ExpertsSpec(BlockSpec):
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         copies = 2.0 * size * (self.top_k + 1) * self.width * layout.expert_row_share
         gate = 16.0 if step.native and not step.compile else 3.0 * size
-        if step.dispatch == "alltoall":  # received rows are sorted by expert, and put back: each read and written
-            copies += 4.0 * self.exchanged_bytes(step, layout)
+        if step.dispatch == "alltoall":
+            # Received rows are sorted by expert and put back, each read and written: as often in the backward pass, which
+            # counts twice here.
+            copies += 4.0 * (2.0 / 3.0) * self.exchanged_bytes(step, layout)
         return 2.0 * self.routing_bytes() + copies + gate * hidden
 
     def exchanged_bytes(self, step: StepSpec, layout: Layout) -> float:
