@@ -420,6 +420,8 @@ def precision_of(row: Row) -> str:
 
 def _stated_precision(row: Row) -> str | None:
     text = re.sub(r"[\s-]+", "_", lower_text(row, "precision"))
+    if "attention_only" in text:
+        return "bf16"  # experts, most of the work, stay in 16 bits
     return next((name for name, marks in PRECISIONS.items() if any(mark in text for mark in marks)), None)
 
 

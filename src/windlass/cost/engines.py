@@ -30,7 +30,8 @@ class EngineProfile:
     eager_update_bytes: float = 34.0
     # Every gathered layer is unpacked and its gradients packed, by copies (FSDP).
     copies_shards: bool = False
-    # In a pipeline, gathered weights stay until the step is done and gradients are summed undivided, in fp32.
+    # In a pipeline, gathered weights stay until the step is done and gradients are summed undivided, in fp32 unless
+    # another precision is stated.
     gathers_once_in_pipelines: bool = False
     # Experts run operation by operation even where layers are compiled.
     eager_experts: bool = False

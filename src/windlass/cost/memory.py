@@ -161,7 +161,8 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
     sharded = layout.weight_shards > 1
     gathered = size * (rank.embedding + rank.head + 2.0 * rank.params_per_layer) if sharded else 0.0
     if sharded and layout.pipeline > 1 and ENGINE_PROFILES[step.engine].gathers_once_in_pipelines:
-        gathered, early_gradients, gradients = size * rank.params, 4.0 * rank.params, 4.0 * rank.params
+        gathered = size * rank.params
+        early_gradients = gradients = (2.0 if step.gradient_precision == "bf16" else 4.0) * rank.params
     tokens = layout.micro_batch * step.seq_len / layout.context
     activations = rank.kept * tokens * rank.in_flight
     # Without recompute the backward pass frees a layer's activations before the last gradients appear.
