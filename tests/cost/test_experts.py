@@ -135,3 +135,10 @@ def test_fsdp_in_a_pipeline_keeps_gathered_weights_and_undivided_gradients() -> 
     terms = memory(spec, step, layout).terms
     assert terms["gradients"] == pytest.approx(2.0 * terms["unsharded weights"])
     assert terms["unsharded weights"] > 2.0 * 4 * spec.groups[0].layer.rank_params(layout)
+
+
+def test_ranks_that_do_not_fill_nodes_still_cross_the_fabric() -> None:
+    spec, cluster = own(**OLMOE | {"experts": {"count": 66}}), load_cluster("jupiter-booster")
+    machine = Machine(load_device("gh200"), cluster.links, 4)
+    four, six = (estimate_step(spec, STEP, Layout(data=12, micro_batch=4, expert=e), machine) for e in (3, 6))
+    assert six.terms["expert-parallel traffic"] > 3 * four.terms["expert-parallel traffic"]

@@ -349,8 +349,8 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         # Each expert of this rank multiplies its share of the copies; our FP8 leaves experts in 16 bits.
         local_experts = first.experts / layout.expert
         rows = tokens * layout.expert_row_share * first.top_k / local_experts
-        rate, edge = (r.wide, c.edge) if step.native else (r.matmul, c.expert_edge)
-        products += uneven * local_experts * _product_seconds(rows, outputs, inputs, rate, replace(c, edge=edge))
+        rate, grouped_c = (r.wide, c) if step.native else (r.matmul, replace(c, edge=c.expert_edge))
+        products += uneven * local_experts * _product_seconds(rows, outputs, inputs, rate, grouped_c)
     again_products, again_mixing, again_elementwise = _recomputed(layer, step)
     # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
     score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square
@@ -435,8 +435,8 @@ def _ring_seconds(
 
 
 def _exchange_seconds(layer: LayerSpec, tokens: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
-    """Seconds to send rows to the ranks of their experts and the results back, once. Never hidden behind compute: the
-    products wait for the rows."""
+    """Seconds to send rows to the ranks of their experts and the results back, once. The products wait for the rows:
+    hidden only where an engine runs two micro-batches side by side."""
     ranks, c = layout.expert, r.constants
     inside = min(ranks, max(1, r.linked * ranks // layout.expert_split))  # ranks that the links inside a node join
 
@@ -447,7 +447,7 @@ def _exchange_seconds(layer: LayerSpec, tokens: float, step: StepSpec, layout: L
         return size * (groups - 1) / groups
 
     share = 1.0 if step.native or step.dispatch == "fused" else c.exchange
-    across = sent(ranks // inside) / r.inter / share if inside < ranks else 0.0
+    across = sent(math.ceil(ranks / inside)) / r.inter / share if inside < ranks else 0.0
     local = sent(ranks) * (inside - 1) / (ranks - 1) / r.intra / share
     latency = 2.0 * ((inside - 1) * r.intra_latency + math.log2(ranks / inside) * r.inter_latency)
     if layout.chunks > 1:
