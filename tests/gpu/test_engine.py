@@ -16,6 +16,7 @@ from windlass.blocks.attention.kernels import (
     block_masked_attention,
     causal_attention,
 )
+from windlass.blocks.head.loss import _chunk_terms, chunk_terms
 from windlass.config import OptimConfig, Recipe
 from windlass.train.optimizers.base import build_optimizer
 
@@ -66,6 +67,28 @@ def test_a_technique_changes_speed_not_the_curve(change: dict[str, Any]) -> None
 def test_grouped_products_of_experts_follow_the_loop(change: dict[str, Any]) -> None:
     experts = {"ffn": 256, "experts": {"count": 16, "top_k": 4, "z_loss": 1e-3}}
     assert curve(model=experts, train=change) == pytest.approx(curve(model=experts), abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layout": {"micro_batch": 16}}, {"model": {"ffn": 256, "experts": {"count": 16, "top_k": 4}}}],
+    ids=["one micro-batch", "experts, two micro-batches"],
+)
+def test_a_captured_step_equals_the_launched_one_bit_by_bit(change: dict[str, Any]) -> None:
+    """Attention operation by operation: the fused kernels add gradients of queries in any order."""
+    losses = [
+        curve(train={"capture": capture, "compile": False, "attention": "math"}, **change) for capture in (False, True)
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("vocab", "z_loss"), [(7777, 0.0), (8192, 1e-2)], ids=["padded", "z-loss"])
+def test_the_loss_kernel_follows_fp32(vocab: int, z_loss: float) -> None:
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(96, 8192, device="cuda"), torch.randint(0, vocab, (96,), device="cuda")
+    expected = _chunk_terms(logits.bfloat16().double(), targets, vocab, z_loss)
+    for ours, exact in zip(chunk_terms("cuda")(logits.bfloat16(), targets, vocab, z_loss), expected, strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])

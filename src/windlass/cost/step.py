@@ -345,8 +345,8 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     if step.native and step.precision == "fp8":
         # Largest magnitude and cast of every product's input (forward, and again for the weights' gradient) and of its
         # gradient, which is also transposed. In other engines the constant `fp8` stands for this.
-        inputs = float(sum(group[0].inputs for group in layer.product_groups))
-        outputs = float(sum(product.outputs for product, _ in layer.products))
+        inputs = float(sum(group[0].inputs for group in layer.product_groups if group[0].experts == 1))
+        outputs = float(sum(product.outputs for product, _ in layer.products if product.experts == 1))
         rows = 2.0 if step.fp8_scaling == "row" else 0.0  # scales by row are found once more, along the other side
         cast = tokens * ((10.0 + rows) * inputs + (8.0 + rows) * outputs) / t / r.memory
     # Each branch gathers its input and reduce-scatters its output over the tensor-parallel ranks, in every pass.
