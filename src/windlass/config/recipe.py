@@ -120,6 +120,9 @@ class TrainConfig(Table):
     """recompute = "budget": share of activation memory to keep."""
     compile: bool | None = None
     """torch.compile per block; default: on for GPUs, off on a CPU."""
+    capture: bool = False
+    """Replay the passes and the update of a step as CUDA graphs: for models so small that the host cannot launch kernels
+    fast enough. One process, without document masks."""
     fuse: bool | None = None
     """Compute queries, keys and values in one product, and gate and up in one; default: only in FP8, where it pays."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windlass.blocks.activations import gate_function
 from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.divide import own_copy, own_part
-from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product, memberships
+from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product, memberships, sorted_by_expert
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.initial_values import Filler
 from windlass.blocks.linear import Linear
@@ -67,7 +67,7 @@ class Experts(Block):
         x = self.enter(x)
         tokens = x.flatten(0, 1)
         chosen, weights, loads = self.route(tokens, x.shape[0])
-        order = chosen.flatten().argsort(stable=True)
+        order = sorted_by_expert(chosen, self.spec.count)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows: Tensor = cast(Any, SortedRows).apply(tokens, order, place, self.spec.top_k)
         rows, row_weights, ends, bring_back = self.dispatch(rows, weights.flatten().gather(0, order), loads.sum(0))
