@@ -46,6 +46,8 @@ def make_recipe(
     shape |= {"value_width": 96, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
     if family in ("olmo3", "gemma3"):
         shape |= {"window": 12, "pattern": "WF..."}
+    if family == "gpt_oss" or family.startswith("deepseek"):
+        shape["init_std"] = 0.1  # at 0.02 scores are so small that a wrong gradient of theirs would not show
     if family == "gpt_oss":
         shape |= {"window": 12, "rope_scaling": {"kind": "yarn", "factor": 4.0, "old_length": 16}}
     if family.startswith("deepseek"):
@@ -60,7 +62,8 @@ def make_recipe(
         shape["tied"] = True
     shape |= layout.pop("model", {})
     seq_len, sequences = layout.pop("seq_len", 32), layout.pop("sequences", 16)
-    data = {"mask_documents": True} if layout.pop("documents", False) else {}
+    reset = family in ("gpt_oss", "deepseek_v3")
+    data = {"mask_documents": True, "reset_positions": reset} if layout.pop("documents", False) else {}
     optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}, "muon": {"lr": 1e-3, "eps": 1e-2}}[optimizer]
     if optimizer == "adamw" and (family in ("retnet", *EXPERTS) or "tied" in shape):
         # At AdamW's own eps these are chaotic: one process in other micro-batches leaves its own curve within ten steps.

@@ -14,19 +14,24 @@ from windlass.train.capture import obstacle
 
 
 @pytest.mark.parametrize(
-    ("world", "step", "layout", "named"),
+    ("world", "step", "layout", "tables", "named"),
     [
-        ({}, {}, {}, None),
-        ({"cuda": False}, {}, {}, "CUDA"),
-        ({"size": 4}, {}, {}, "4 processes"),
-        ({}, {"engine": "torch"}, {}, "transformers"),
-        ({}, {"mask_documents": True}, {}, "documents"),
-        ({}, {}, {"offload": "optimizer"}, "host memory"),
+        ({}, {}, {}, {}, None),
+        ({"cuda": False}, {}, {}, {}, "CUDA"),
+        ({"size": 4}, {}, {}, {}, "4 processes"),
+        ({}, {"engine": "torch"}, {}, {}, "transformers"),
+        ({}, {"mask_documents": True}, {}, {}, "documents"),
+        ({}, {}, {"offload": "optimizer"}, {}, "host memory"),
+        ({}, {}, {}, {"data": {"batch_ramp": [[1000, 4096]]}}, "batch grows"),
+        ({}, {}, {}, {"train": {"instruments": 5}}, "measured"),
     ],
 )
-def test_obstacles(world: dict[str, Any], step: dict[str, Any], layout: dict[str, Any], named: str | None) -> None:
+def test_obstacles(
+    world: dict[str, Any], step: dict[str, Any], layout: dict[str, Any], tables: dict[str, Any], named: str | None
+) -> None:
     here: Any = SimpleNamespace(**{"cuda": True, "size": 1, "layout": Layout(**layout)} | world)
-    reason = obstacle(StepSpec(seq_len=64, **step), here)
+    recipe = Recipe.model_validate({"name": "c", "model": {"family": "hf", "config": "x"}, **tables})
+    reason = obstacle(recipe, StepSpec(seq_len=64, **step), here)
     assert reason is None if named is None else named in (reason or "")
 
 
