@@ -68,6 +68,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     with torch.no_grad():
         for parameter in model.parameters():  # norms too, so that none of them is left at its initial value
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(tmp_path / "theirs")
     return family, tmp_path / "theirs"
 

@@ -42,6 +42,8 @@ def read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         "".join(LETTERS.get(kind, "?") for kind in types) if types else config.get("hybrid_override_pattern") or ""
     )
     model: dict[str, Any] = {"pattern": pattern, "layers": len(pattern)}
+    # Without the key, transformers does not divide the width by the heads.
+    model["head_dim"] = config.get("head_dim") or config.get("attention_head_dim") or 128
     if "M" in pattern:
         model["mamba"] = {key: config[name] for key, name in MAMBA_KEYS.items() if config.get(name) is not None}
     if "E" in pattern:
