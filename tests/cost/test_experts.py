@@ -1,10 +1,12 @@
 """Mixture of experts: predicted memory and speed beside two runs on one H200 (bf16, AdamW, 4 sequences of 4096 tokens)."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.cost.helpers import own
 
+from windlass.blocks.experts.spec import RANK_IMBALANCE
 from windlass.clusters.load import load_cluster, load_device
 from windlass.cost.memory import memory
 from windlass.cost.step import Machine, estimate_step
@@ -44,3 +46,35 @@ def test_tensor_parallelism_divides_experts_and_not_the_copies_of_tokens() -> No
     block = own(**OLMOE).groups[0].layer.branches[1].block
     one, two = (block.kept_bytes(STEP, Layout(tensor=degree)) for degree in (1, 2))
     assert one - two == 2 * 3 * 8 * 1024 / 2
+
+
+def test_expert_parallelism_divides_what_sharding_leaves_whole() -> None:
+    """Without sharding a rank holds a quarter of the experts and everything else; fully sharded the states are as small
+    as before, and a quarter of the experts is gathered."""
+    spec = own(**OLMOE)
+    one, four = (Layout(data=8, micro_batch=4, expert=degree) for degree in (1, 4))
+    held = [memory(spec, STEP, layout).terms["optimizer states"] for layout in (one, four)]
+    assert held[0] - held[1] == pytest.approx(8 * 0.75 * spec.expert_params)
+    full, divided = (replace(layout, shard="full", shard_size=8) for layout in (one, four))
+    full_terms, divided_terms = (memory(spec, STEP, layout).terms for layout in (full, divided))
+    assert full_terms["optimizer states"] == pytest.approx(divided_terms["optimizer states"])
+    assert divided.for_experts.shard_size == 2 and divided.for_experts.devices == 8
+    layer = spec.groups[0].layer
+    assert (
+        layer.rank_params(full) - layer.rank_params(divided)
+        == 0.75 * layer.expert_params
+        == 0.75 * 3 * 64 * 2048 * 1024
+    )
+
+
+def test_an_exchange_costs_what_its_links_carry() -> None:
+    """Each of 8 layers sends 8 rows of 2048 16-bit values per token four times: three quarters of them leave the rank."""
+    spec, cluster = own(**OLMOE), load_cluster("jupiter-booster")
+    machine = Machine(load_device("gh200"), cluster.links, 4)
+    inside, across = (estimate_step(spec, STEP, Layout(data=16, micro_batch=4, expert=e), machine) for e in (4, 16))
+    rate = (cluster.links.intra_gbs or 0) * 1e9 * 0.80 * 0.84
+    sent = 4 * 4096 * 8 * 2048 * 2
+    expected = 8 * 4 * (RANK_IMBALANCE * sent * 0.75 / rate + 3 * cluster.links.intra_latency_us * 1e-6)
+    assert inside.terms["expert-parallel traffic"] == pytest.approx(expected, rel=1e-6)
+    assert across.terms["expert-parallel traffic"] > 5 * expected
+    assert across.exposed_communication > inside.exposed_communication

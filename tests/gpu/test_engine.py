@@ -126,25 +126,40 @@ def test_the_attention_kernel_changes_although_the_compile_cache_is_warm(
     assert not any("cudnn" in name and "sdpa" in name for name in names[1])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo3", "gemma3", "apertus", "nemotron"])
+EXPERTS = {"count": 8, "top_k": 2, "ffn": 512}
+LATENT = {"kv_rank": 128, "q_rank": 192, "nope_dim": 64, "rope_dim": 32, "value_dim": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {}, "olmo3": {"window": 100}, "gemma3": {"window": 100}, "apertus": {}, "nemotron": {},
+    "gpt_oss": {"window": 100, "experts": EXPERTS},
+    "deepseek_v3": {"kv_heads": None, "latent": LATENT, "experts": {**EXPERTS, "groups": 1, "groups_kept": 1, "dense_layers": 1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_compiled_follows_itself_operation_by_operation(family: str) -> None:
-    model = {"family": family} | ({"window": 100} if family in ("olmo3", "gemma3") else {})
+    model = {"family": family} | FAMILIES[family]
     assert curve(model=model) == pytest.approx(curve(model=model, train={"compile": False}), abs=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(0, 0.0), (100, 0.0), (100, 5.0)], ids=["documents", "windows", "capped"]
-)
-def test_the_kernel_that_skips_blocks_equals_blocks_of_queries(window: int, softcap: float) -> None:
+    ("window", "softcap", "width", "sinks"),
+    [(0, 0.0, 64, False), (100, 0.0, 64, False), (100, 5.0, 64, False), (0, 0.0, 64, True), (100, 0.0, 64, True), (0, 0.0, 32, False)],
+    ids=["documents", "windows", "capped", "sinks", "sinks in windows", "narrow values"],
+)  # fmt: skip
+def test_the_kernel_that_skips_blocks_equals_blocks_of_queries(
+    window: int, softcap: float, width: int, sinks: bool
+) -> None:
     torch.manual_seed(0)
-    shapes = ((2, 8, 700, 64), (2, 2, 700, 64), (2, 2, 700, 64))
+    shapes = [(2, 8, 700, 64), (2, 2, 700, 64), (2, 2, 700, width), *([(8,)] if sinks else [])]
     heads = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
     numbers = (torch.arange(700, device="cuda")[None] // torch.tensor([[150], [333]], device="cuda")).contiguous()
     scores = Scores(window=window, softcap=softcap)
     results = []
     for attend in (
-        lambda: block_masked_attention(*heads, scores, block_mask(window, 700, numbers, torch.device("cuda"))),
-        lambda: causal_attention(*heads, scores, numbers),
+        lambda: block_masked_attention(
+            *heads[:3], scores, block_mask(window, 700, numbers, torch.device("cuda")), *heads[3:]
+        ),
+        lambda: causal_attention(*heads[:3], scores, numbers, *heads[3:]),
     ):
         out = attend()
         gradients = torch.autograd.grad(out.square().sum(), heads)

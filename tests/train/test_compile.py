@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.helpers import build
+from tests.multi.conftest import spawn
+from tests.multi.test_layout_parity import Parity
+from tests.train.helpers import build, steps
+from torch._dynamo.utils import counters
 
 from windlass.config import Recipe
 from windlass.errors import ConfigError
@@ -98,3 +101,28 @@ def test_a_budget_needs_the_compiler() -> None:
     with pytest.raises(ConfigError) as caught:
         three_steps(recipe(recompute="budget"))
     assert caught.value.code == "train.budget-needs-compile"
+
+
+def compiled_exchange(recompute: str) -> tuple[list[tuple[float, float]], list[int]]:
+    """Steps of two ranks that exchange rows in compiled layers, and the number of graphs after each."""
+    torch._dynamo.reset()
+    layout = {"shard": "full", "expert": 2, "train": {"recompute": recompute, "compile": True}}
+    training = build(Parity(2, 4, layout, family="qwen3_moe", layers=2).recipe())
+    values, graphs = [], []
+    for _ in range(4):
+        values += steps(training, 1)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return values, graphs
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize(("recompute", "least"), [("none", 6), ("full", 6), ("selective", 1)])
+def test_an_exchange_cuts_a_compiled_layer_and_any_number_of_rows_passes(
+    front_end: None, recompute: str, least: int
+) -> None:
+    """Under selective recomputation only the layer without experts is compiled."""
+    expected = Parity(1, 16, {"steps": 4}, family="qwen3_moe", layers=2).train()
+    for values, graphs in spawn(compiled_exchange, 2, recompute):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        assert graphs[0] >= least and graphs[-1] == graphs[0], "compiled again for other numbers of rows"

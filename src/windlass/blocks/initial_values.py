@@ -43,12 +43,12 @@ def generator_of(key: str, device: torch.device) -> torch.Generator:
 def local_part(full: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a full tensor, divided like the DTensor `like`.
 
-    Tensor parallelism divides first and data parallelism divides its parts, although the mesh lists data axes first:
-    that is what FSDP2's strided placement means.
+    Tensor and expert parallelism divide first and data parallelism divides their parts, although the mesh lists data
+    axes first: that is what FSDP2's strided placement means.
     """
     mesh, part = like.device_mesh, full
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] != "tp"):
+    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] not in ("tp", "ep")):
         placement: Any = like.placements[axis]
         if "Shard" in type(placement).__name__:  # also the strided one, which is not always a subclass of Shard
             chunks, rank = part.chunk(mesh.size(axis), dim=placement.dim), mesh.get_local_rank(axis)

@@ -16,6 +16,8 @@ TRANSFORMS: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, i
         lambda tensor, rows: F.pad(tensor, (0, 0, 0, rows - len(tensor))) if len(tensor) < rows else tensor,
         lambda tensor, rows: tensor[:rows],
     ),
+    # Matrices (of experts) that the folder multiplies from the right.
+    "transpose": (lambda tensor, rows: tensor.transpose(-1, -2), lambda tensor, rows: tensor.transpose(-1, -2)),
 }
 
 
@@ -30,7 +32,7 @@ def from_hf(
     older = {new: old for table in format.older_names.values() for new, old in table.items()}
     loaded: dict[str, Any] = {}
     for full, parts in format.folder_tensors(own).items():
-        if len(parts) > 1 and full in weights:
+        if format.joins_rows and len(parts) > 1 and full in weights:
             joined, rows = weights[full], [len(own[name]) for name in parts]
             if sum(rows) == len(joined):
                 loaded |= dict(zip(parts, joined.split(rows), strict=True))
@@ -48,8 +50,9 @@ def from_hf(
         tied = format.hf_name(format.tied[name]) if name in format.tied else None
         source = next((source for source in (full, body, older.get(full), tied) if source and source in weights), None)
         if source is not None:
-            loaded[name] = weights[source]
-            if (kind := format.transforms.get(name)) and loaded[name].shape[1:] == target.shape[1:]:
+            index, count = format.turn(name)
+            loaded[name] = weights[source] if count == 1 else weights[source][..., index::count]
+            if (kind := format.transform(name)) and loaded[name].ndim == target.ndim:
                 loaded[name] = TRANSFORMS[kind][0](loaded[name], len(target))
     twins = twins or {}
     return loaded | {name: loaded[twin] for name, twin in twins.items() if name not in loaded and twin in loaded}

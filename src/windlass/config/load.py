@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import HYBRID_KINDS, LAYER_KINDS, REPEATED, ExpertsConfig, ModelConfig
+from windlass.config.model import HYBRID_KINDS, LAYER_KINDS, REPEATED, ExpertsConfig, LatentConfig, ModelConfig
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -259,7 +259,7 @@ def _problem(model: type[BaseModel], item: Any) -> str:
     dotted, value = ".".join(loc), item.get("input")
     if item["type"] == "extra_forbidden":
         keys = _keys_at(model, loc[:-1])
-        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.5)
+        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.51)
         advice = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(sorted(keys))}"
         return f"{dotted}: unknown key; {advice}"
     if item["type"] == "missing":
@@ -300,6 +300,8 @@ def check(recipe: Recipe) -> None:
             f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
             f"nearest valid: {valid}"
         )
+    if data.reset_positions and not data.mask_documents:
+        problems.append("data.reset_positions: needs data.mask_documents = true, or leave it out")
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
@@ -365,8 +367,31 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     if model.layers and experts.dense_layers >= model.layers:
         rule = f"leaves none of model.layers ({model.layers}) with experts"
         yield f"model.experts.dense_layers ({experts.dense_layers}) {rule}; at most {model.layers - 1}"
+    if experts.bias_step and not experts.bias_strength:
+        yield f'model.experts.bias_step: balance = "{experts.balance}" moves no bias; use "bias" or "both", or leave it out'
     if experts.shared_ffn and not experts.shared:
         yield "model.experts.shared_ffn: there is no shared expert; set model.experts.shared = 1, or leave it out"
+
+
+def latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[str]:
+    """Keys that latent attention does not have."""
+    if model.family == "retnet":
+        yield "model.latent: family 'retnet' has retention; leave the table out"
+    if latent.rope_dim % 2:
+        yield f"model.latent.rope_dim ({latent.rope_dim}): turned in pairs, so it is even; nearest: {latent.rope_dim + 1}"
+    if set((model.pattern or "F").removesuffix(REPEATED)) != {"F"}:
+        yield f"model.pattern ({shorten(repr(model.pattern))}): latent attention has full layers only; leave it out"
+    standards = {
+        "kv_heads": (None, model.heads),
+        "head_dim": (None,),
+        "qk_norm": ("none",),
+        "attention_bias": ("none",),
+        "attention_sinks": (False,),
+        "rope_fraction": (1.0,),
+    }
+    for key, accepted in standards.items():
+        if (value := getattr(model, key)) not in accepted:
+            yield f"model.{key} ({value}): latent attention has none of it; leave it out"
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
@@ -384,12 +409,14 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads}); nearest valid: {valid}"
     if not heads or not width:
         return
-    if model.head_dim is None and width % heads:
+    if model.latent is not None:
+        yield from latent_problems(model, model.latent)
+    elif model.head_dim is None and width % heads:
         valid = nearest(heads, divisors(width))
         yield f"model.heads ({heads}) does not divide model.width ({width}); nearest valid: {valid}"
     size = model.head_dim or width // heads
     turned = int(size * model.rope_fraction)
-    if turned % 2 or not turned:
+    if model.latent is None and (turned % 2 or not turned):
         rule = "rotary positions turn numbers in pairs, so they need an even and positive count"
         yield f"model.heads ({heads}) of width {size} each, of which {turned} are turned: {rule}"
     yield from pattern_problems(model)

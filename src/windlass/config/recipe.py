@@ -42,6 +42,8 @@ class DataConfig(Table):
     """Tokens of one optimizer step over all devices."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
+    reset_positions: bool = False
+    """Rotary positions begin again at each document. Needs mask_documents."""
     pack: Literal["stream"] = "stream"
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
     document."""
@@ -160,6 +162,9 @@ class LayoutConfig(Table):
     """interleaved: model chunks per pipeline rank."""
     context: PositiveInt = 1
     """Context-parallel degree for long sequences."""
+    expert: PositiveInt = 1
+    """Expert-parallel degree: so many of the data- and context-parallel devices share the experts of a copy. It adds no
+    devices."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer states (or parameters too) in host memory."""
     sync: Literal["auto", "every", "last"] = "auto"

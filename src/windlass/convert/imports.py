@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windlass.checkpoint import names
 from windlass.checkpoint.save import Saver
-from windlass.config import Loaded, Recipe, SaveConfig
+from windlass.config import Loaded, ModelConfig, Recipe, SaveConfig
 from windlass.config.load import flatten
 from windlass.convert.config_json import (
     format_of,
@@ -35,6 +35,7 @@ from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json
 from windlass.models.build import build_model
+from windlass.models.hf_format import unmet
 from windlass.runs.events import WeightsImported
 from windlass.runs.folder import Run, create_run
 
@@ -145,7 +146,9 @@ def import_notes(folder: Path, recipe: Recipe, formats: set[torch.dtype]) -> lis
     config = read_json(folder / "config.json") or {}
     reasons, positions, length = "; ".join(match_format(config)[1]), max_positions(config) or 0, recipe.data.seq_len
     listed = " and ".join(sorted(str(torch_dtype).removeprefix("torch.") for torch_dtype in formats))
+    left_out = "; ".join(unmet(format_of(recipe.model).left_out, config))
     notes = (
+        (bool(left_out), left_out),
         (bool(reasons), f"family hf: {reasons}. It trains sharded, without tensor or pipeline parallelism."),
         (len(formats) > 1, f"weights of {listed} become fp32, which holds both exactly"),
         (
@@ -193,11 +196,18 @@ def write_run(
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The recipe's TOML: what differs from the defaults. JSON values are valid TOML values."""
+    """The recipe's TOML: what differs from the defaults, of the model from those of its family. JSON values are valid
+    TOML values."""
     lines, tables = ["# Written by `windlass import`."], []
-    for key, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True).items():
+    standard = ModelConfig(family=recipe.model.family)
+    if recipe.model.rope_scaling != standard.rope_scaling:  # replaces that of the family, key by key
+        standard = standard.model_copy(update={"rope_scaling": None})
+    usual = dict(flatten(standard.model_dump(mode="json")))
+    model = {key: value for key, value in flatten(recipe.model.model_dump(mode="json")) if value != usual.get(key)}
+    values = recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    for key, value in (values | {"model": {"family": recipe.model.family, **model}}).items():
         if isinstance(value, dict):
-            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value)]
+            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value) if inner is not None]
             tables.append("\n".join([f"[{key}]", *pairs]))
         else:
             lines.append(f"{key} = {json.dumps(value)}")

@@ -100,9 +100,13 @@ def open_weights(folder: Path) -> StoredWeights:
     return StoredWeights(tensors)
 
 
-def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, tuple[list[str], int | None]]:
-    """Name in the exported folder -> names in the checkpoint (several: their rows follow each other) and, where it is a
-    stack of experts, which of them; in the folder's order."""
+# Names in the checkpoint of one tensor of a folder (several: see `HFFormat.weights`), and, where the checkpoint has a
+# stack of experts, which of them.
+Origin = tuple[tuple[str, ...], int | None]
+
+
+def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Origin]:
+    """Name in the exported folder -> where it comes from; in the folder's order."""
     format = format_of(model)
     twins: Mapping[str, str] = {}
     older: Mapping[str, str] = {}
@@ -113,11 +117,11 @@ def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, tupl
         older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
     # As save_pretrained does: a weight with two names is written under its first.
     single = [name for name in weights if name not in twins and format.prefix + name not in twins]
-    exported: dict[str, tuple[list[str], int | None]] = {}
+    exported: dict[str, Origin] = {}
     for hf_name, names in format.folder_tensors(single).items():
         if "{expert}" in hf_name:
             count = weights.shape(names[0])[0]
             exported |= {hf_name.replace("{expert}", str(expert)): (names, expert) for expert in range(count)}
         else:
             exported[older.get(hf_name, hf_name)] = (names, None)
-    return exported or {name: ([name], None) for name in weights}  # already under Hugging Face's names
+    return exported or {name: ((name,), None) for name in weights}  # already under Hugging Face's names

@@ -12,7 +12,7 @@ from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import loss_bytes
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.layout.stages import gradient_buckets, stages, stages_of_rank
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -64,7 +64,9 @@ class RankLoad(NamedTuple):
     transient: float
     embedding: float
     head: float
+    # All layers; of them `experts` are divided as `Layout.for_experts` says.
     body: float
+    experts: float
     # Micro-batches whose activations live at the same time.
     in_flight: float
     has_loss: bool
@@ -82,7 +84,7 @@ def layers_per_bucket(model: ModelSpec, layout: Layout) -> float:
     """Mean number of layers whose gradients one collective reduces."""
     if layout.bucket is None:
         return 1.0
-    sizes = [group.layer.num_params / layout.tensor for group in model.groups for _ in range(group.count)]
+    sizes = [group.layer.rank_params(layout) for group in model.groups for _ in range(group.count)]
     return len(sizes) / len(gradient_buckets(sizes, layout.bucket))
 
 
@@ -99,7 +101,7 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
             largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
             transient += stream * (2.0 if step.recompute == "full" else 1.0) + largest
         layer_bytes.append((kept, transient))
-    groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.pipeline, layout.context))
+    groups = sum(degree > 1 for degree in (layout.data, *(getattr(layout, axis) for axis in AXES)))
     outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     estimates = []
     for index in sorted({0, layout.pipeline - 1}):
@@ -142,7 +144,8 @@ def _rank_load(
         transient=max(transient for _, _, (_, transient) in loads),
         embedding=table + model.embedding.positions * model.width if 0 in held else 0.0,
         head=float(model.params.terms["final norm"]) + own_head if has_head else 0.0,
-        body=sum(group.layer.num_params * count for group, count, _ in loads) / layout.tensor,
+        body=sum(group.layer.rank_params(layout) * count for group, count, _ in loads),
+        experts=sum(group.layer.expert_params * count for group, count, _ in loads) / (layout.tensor * layout.expert),
         in_flight=1.0 if ranks == 1 else float(min(layout.accumulation, most)),
         has_loss=has_head,
     )
@@ -150,7 +153,7 @@ def _rank_load(
 
 def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> Moments:
     """Engines that published rows describe: the loss, the end of the backward pass, the optimizer."""
-    states, early_gradients, gradients, update = _states(step, layout, rank.params)
+    states, early_gradients, gradients, update = _rank_states(step, layout, rank)
     size = 2.0 if step.precision != "fp32" else 4.0
     # Full sharding: embedding and head stay gathered, two layers live at a time; 16-bit gradients and the fp32 copy
     # that is reduced.
@@ -185,7 +188,7 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
 def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> Moments:
     """Our engine: the loss, the last layer's backward pass (everything kept still lives), the first layer's, the
     optimizer."""
-    states, early_gradients, gradients, update = _states(step, layout, rank.params)
+    states, early_gradients, gradients, update = _rank_states(step, layout, rank)
     size = 4.0 if step.precision == "fp32" else 2.0
     tokens = layout.micro_batch * step.seq_len / layout.context
     kept = rank.kept * tokens
@@ -274,6 +277,15 @@ def _native_gathered(
     if layout.shard not in ("full", "hybrid"):
         return (size * newest if layout.accumulation == 1 else 0.0), 0.0
     return size * (head + newest), size * (head + (3.0 if model.tied else 2.0) * joined * rank.params_per_layer)
+
+
+def _rank_states(step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[dict[str, float], float, float, float]:
+    if layout.expert == 1:
+        return _states(step, layout, rank.params)
+    dense, *dense_sums = _states(step, layout, rank.params - rank.experts)
+    experts, *expert_sums = _states(step, layout.for_experts, rank.experts)
+    early, gradients, update = (sum(pair) for pair in zip(dense_sums, expert_sums, strict=True))
+    return {name: size + experts.get(name, 0.0) for name, size in dense.items()}, early, gradients, update
 
 
 def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, float], float, float, float]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
+from windlass.blocks.experts.spec import RANK_IMBALANCE
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
 from windlass.cost.memory import layers_per_bucket
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 
@@ -126,7 +127,13 @@ def estimate_step(
     r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, masked_context)
     c = r.constants
     tokens = layout.micro_batch * step.seq_len / layout.context
-    micro_batches, stored = layout.accumulation, model.params.stored / (layout.tensor * layout.pipeline)
+    micro_batches = layout.accumulation
+    # Parameters that a rank holds before sharding, with the layout that divides them further.
+    divided = [(model.params.stored / (layout.tensor * layout.pipeline), layout)]
+    if layout.expert > 1:
+        experts = model.expert_params / (layout.tensor * layout.pipeline)
+        divided = [(divided[0][0] - experts, layout), (experts / layout.expert, layout.for_experts)]
+    stored = sum(size for size, _ in divided)
     stage = _micro_batch(model, step, layout, r, tokens)
     bubble = bubble_share(layout) * sum(stage.values()) * micro_batches
     terms = {name: value * micro_batches for name, value in stage.items()}
@@ -137,7 +144,7 @@ def estimate_step(
     # With a pipeline only the last stage has the head; half of it is taken to be balanced away by fewer layers there.
     terms["head and loss"] = head * micro_batches * (1.0 if layout.pipeline == 1 else 0.5)
     terms["pipeline bubble"] = bubble
-    terms["optimizer"] = _optimizer_seconds(stored, step, layout, r)
+    terms["optimizer"] = sum(_optimizer_seconds(size, step, part, r) for size, part in divided)
     gathers = micro_batches if layout.pipeline == 1 else 1
     reductions = gathers if step.sync.every_micro_batch else 1
     unpacked = 2 if layout.shard in ("full", "hybrid") else 1 if layout.divides_gradients_only else 0
@@ -149,14 +156,14 @@ def estimate_step(
     layers = model.num_layers / layout.pipeline + 1
     buckets = model.num_layers / layout.pipeline / layers_per_bucket(model, layout) + 1
     terms["data-parallel traffic"] = _data_traffic(
-        layers, buckets, stored, compute, step, layout, r, gathers, reductions
+        layers, buckets, divided, compute, step, layout, r, gathers, reductions
     )
     if layout.offload != "none":
         # Gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
         # Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
         # compute.
         moved = 4.0 + 2.0 + 34.0 + (2.0 * 4.0 * gathers if layout.offload == "parameters" else 0.0)
-        terms["host memory"] = moved * stored / layout.shard_size / (c.host_gbs * 1e9)
+        terms["host memory"] = moved * sum(size / part.shard_size for size, part in divided) / (c.host_gbs * 1e9)
     terms["fixed"] = c.fixed_ms / 1000.0
     nodes = layout.devices / machine.devices_per_node
     if nodes > 1:
@@ -164,7 +171,7 @@ def estimate_step(
     seconds = sum(terms.values())
     rate = tokens * micro_batches * layout.replicas / seconds / layout.devices
     peak = machine.device.bf16_tflops
-    waiting = ("data-parallel traffic", "tensor-parallel traffic", "context-parallel traffic", "pipeline traffic")
+    waiting = ("data-parallel traffic", *(f"{axis}-parallel traffic" for axis in AXES), "pipeline traffic")
     return StepEstimate(
         seconds=seconds,
         terms={name: value for name, value in terms.items() if value > 0},
@@ -318,13 +325,19 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     for group in layer.product_groups:
         # Each expert multiplies its share of the tokens' copies; FP8 leaves experts in 16 bits.
         first, grouped = group[0], group[0].experts > 1
+        local = layout.expert if grouped else 1  # fewer experts of more rows; the fullest rank decides
         by_outputs, by_inputs = (first.top_k * t if first.divided == side else 1 for side in ("outputs", "inputs"))
-        products += first.experts * _product_seconds(
-            tokens * first.top_k / first.experts,
-            sum(p.outputs for p in group) / by_outputs,
-            first.inputs / by_inputs,
-            r.wide if grouped and step.native else r.matmul,
-            c,
+        products += (
+            (RANK_IMBALANCE if local > 1 else 1.0)
+            * first.experts
+            / local
+            * _product_seconds(
+                tokens * first.top_k * local / first.experts,
+                sum(p.outputs for p in group) / by_outputs,
+                first.inputs / by_inputs,
+                r.wide if grouped and step.native else r.matmul,
+                c,
+            )
         )
     again_products, again_mixing, again_elementwise = _recomputed(layer, step)
     # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
@@ -357,6 +370,10 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     if layout.context > 1:
         size = sum(branch.block.context_bytes(step, layout) or 0.0 for branch in layer.branches)
         context = 0.3 * _ring_seconds(size * tokens * layout.context, layout.context, r, t)
+    exchange = 0.0
+    if layout.expert > 1:  # rows go to the ranks of their experts, and results come back
+        size = sum(branch.block.exchanged_bytes(step, layout) for branch in layer.branches)
+        exchange = 2.0 * _exchange_seconds(size * tokens, layout.expert, r, t)
     kernels = (20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels) + (8.0 if t > 1 else 0.0)
     return {
         "matrix products": products * (3.0 + again_products),
@@ -365,6 +382,7 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         "casts to 8 bits": cast,
         "tensor-parallel traffic": gathered * (3.0 if step.recompute == "full" else 2.0) * (1 - hidden),
         "context-parallel traffic": context * 3.0,
+        "expert-parallel traffic": exchange * (3.0 if step.recompute in ("full", "selective") else 2.0),
         "kernel launches": kernels * (3.0 + again_elementwise) * c.launch_us * 1e-6,
     }
 
@@ -402,6 +420,19 @@ def _ring_seconds(
     return max(size * share / (r.inter * inside), size * share / r.intra) + messages * latency
 
 
+def _exchange_seconds(size: float, ranks: int, r: _Rates, span: int) -> float:
+    """Seconds in which each of `ranks` devices, `span` apart, sends equal parts of its `size` bytes to all of them. Never
+    hidden behind compute: the products wait for the rows."""
+    if not size:
+        return 0.0
+    inside = min(ranks, max(1, r.per_node // span))
+    local, latency = size * (inside - 1) / ranks / r.intra, (ranks - 1) * r.intra_latency
+    if ranks == inside:
+        return RANK_IMBALANCE * local + latency
+    latency = (inside - 1) * r.intra_latency + math.log2(ranks) * r.inter_latency
+    return RANK_IMBALANCE * max(local, size * (ranks - inside) / ranks / r.inter) + latency
+
+
 def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
     """Reads and writes of weights, gradients and moments of this device's share, and the gradient norm."""
     engine = ENGINE_PROFILES[step.engine]
@@ -422,7 +453,7 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
 def _data_traffic(
     layers: float,
     buckets: float,
-    stored: float,
+    divided: list[tuple[float, Layout]],
     compute: float,
     step: StepSpec,
     layout: Layout,
@@ -432,13 +463,38 @@ def _data_traffic(
 ) -> float:
     """Seconds of gathering weights and reducing gradients that a step pays: what finds no compute to hide behind, and
     what it takes from it."""
-    group, span, engine, c = layout.replicas, layout.tensor, ENGINE_PROFILES[step.engine], r.constants
-    if group == 1:
+    engine, c = ENGINE_PROFILES[step.engine], r.constants
+    if layout.replicas == 1:
         return 0.0
     # Our own engine reduces in fp32.
     habit = engine.gradient_precision if step.precision == "bf16" else "bf16"
     fp32 = step.native or step.precision == "fp32" or (step.gradient_precision or habit) == "fp32"
     gradient = 4.0 if fp32 else 2.0
+    seconds = size = 0.0
+    for stored, part in divided:
+        more_seconds, more_bytes = _part_traffic(buckets, stored, gradient, step, part, r, gathers, reductions)
+        seconds, size = seconds + more_seconds, size + more_bytes
+    if not engine.overlaps_reduction and layout.shard != "full":
+        return seconds  # reduced after the last backward pass, gathered after the step
+    local = min(seconds, size / r.intra)
+    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
+    # The last bucket is complete when the backward pass is: what it holds beyond one layer has nothing to hide behind.
+    tail = seconds * (1.0 / buckets - 1.0 / layers)
+    return taken + max(0.0, seconds - taken - c.overlap * compute, tail)
+
+
+def _part_traffic(
+    buckets: float,
+    stored: float,
+    gradient: float,
+    step: StepSpec,
+    layout: Layout,
+    r: _Rates,
+    gathers: int,
+    reductions: int,
+) -> tuple[float, float]:
+    """Seconds and bytes of gathering `stored` weights and reducing their gradients of `gradient` bytes."""
+    group, span = layout.replicas, layout.tensor
     inside = layout.shard_size if layout.is_hybrid else group
     if layout.shard in ("full", "hybrid"):
         size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * buckets
@@ -454,13 +510,7 @@ def _data_traffic(
         copies = 2.0 * gradient * stored / inside
         seconds += _ring_seconds(copies, max(1, group // inside), r, span * inside, buckets, tree=True)
         size += copies
-    if not engine.overlaps_reduction and layout.shard != "full":
-        return seconds  # reduced after the last backward pass, gathered after the step
-    local = min(seconds, size / r.intra)
-    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
-    # The last bucket is complete when the backward pass is: what it holds beyond one layer has nothing to hide behind.
-    tail = seconds * (1.0 / buckets - 1.0 / layers)
-    return taken + max(0.0, seconds - taken - c.overlap * compute, tail)
+    return seconds, size if group > 1 else 0.0
 
 
 DEFAULTS = Constants()

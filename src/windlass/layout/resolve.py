@@ -49,6 +49,7 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
         tensor=wish.tensor,
         pipeline=wish.pipeline,
         context=wish.context,
+        expert=wish.expert,
         data=data,
         shard=wish.shard,
         shard_size=shard_size,

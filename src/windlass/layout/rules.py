@@ -61,7 +61,12 @@ def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = 
 
 def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
     """Refuse degrees that do not divide the model, which no number of devices and no batch would change."""
-    codes = ("layout.tensor-not-divisible", "layout.too-many-stages")
+    codes = (
+        "layout.tensor-not-divisible",
+        "layout.too-many-stages",
+        "layout.expert-not-divisible",
+        "layout.no-experts",
+    )
     _refuse([problem for problem in _model_problems(model, layout, size, "native") if problem.code in codes])
 
 
@@ -89,6 +94,8 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
         elif sizes is None:
             kind = "a Hugging Face model" if model.foreign else "one of the model's blocks"
             yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not built for {kind}", "1")
+        elif axis == "expert" and not sizes:
+            yield Violation("layout.no-experts", f"layout.expert ({degree}): the model has no experts to divide", "1")
         for name, value in sizes or ():
             if value % degree:
                 valid = [d for d in divisors(value) if axis != "tensor" or size.devices_per_node % d == 0]
@@ -159,6 +166,20 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
             "layout.shard-size-not-divisible",
             f"layout.shard_size ({layout.shard_size}) does not divide {layout.replicas} replicas",
             nearest(layout.shard_size, divisors(layout.replicas)),
+        )
+    if layout.replicas % layout.expert:
+        yield Violation(
+            "layout.expert-replicas-not-divisible",
+            f"layout.expert ({layout.expert}) does not divide {layout.replicas} replicas "
+            f"(data {layout.data} x context {layout.context})",
+            nearest(layout.expert, divisors(layout.replicas)),
+        )
+    elif layout.is_hybrid and layout.shard_size % layout.expert and layout.expert % layout.shard_size:
+        inside = [d for d in divisors(layout.replicas) if layout.shard_size % d == 0 or d % layout.shard_size == 0]
+        yield Violation(
+            "layout.expert-crosses-shards",
+            f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a multiple",
+            nearest(layout.expert, inside),
         )
 
 

@@ -1,12 +1,14 @@
 """How one training step is divided (`Layout`) and computed (`StepSpec`): the complete types that engine, planner and
 launcher share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from windlass.config import LayoutConfig
 
 HYBRID_SHARDS = ("hybrid", "hybrid_zero2")
-AXES = ("tensor", "pipeline", "context")
+# Degrees that multiply to the devices of one replica, and all degrees: experts are divided over replicas.
+REPLICA_AXES = ("tensor", "pipeline", "context")
+AXES = (*REPLICA_AXES, "expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    # Of the replicas, ranks that share the experts of one copy; each holds some of them completely.
+    expert: int = 1
     # Ranks (or groups of ranks) that read different sequences.
     data: int = 1
     shard: str = "none"
@@ -44,6 +48,23 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold the same weights before sharding: data-parallel and context-parallel ones."""
         return self.data * self.context
+
+    @property
+    def expert_shard_size(self) -> int:
+        """`shard_size` of the experts: what expert parallelism leaves of it."""
+        return max(1, self.shard_size // self.expert)
+
+    @property
+    def for_experts(self) -> "Layout":
+        """As the weights of experts see it: divided further, as by tensor parallelism, over fewer replicas."""
+        return replace(
+            self,
+            tensor=self.tensor * self.expert,
+            data=self.replicas // self.expert,
+            context=1,
+            expert=1,
+            shard_size=self.expert_shard_size,
+        )
 
     @property
     def is_hybrid(self) -> bool:
@@ -87,6 +108,7 @@ class Layout:
                 "tensor": self.tensor,
                 "pipeline": self.pipeline,
                 "context": self.context,
+                "expert": self.expert,
                 "schedule": self.schedule,
                 "pipeline_chunks": max(2, self.chunks),
                 "offload": self.offload,

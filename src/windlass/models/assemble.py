@@ -8,11 +8,12 @@ from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.interface import BlockSpec
+from windlass.blocks.latent.spec import LatentSpec
 from windlass.blocks.mamba.spec import MambaSpec
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
-from windlass.config.model import ExpertsConfig, layer_letters
+from windlass.config.model import ExpertsConfig, LatentConfig, layer_letters
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 
@@ -37,12 +38,13 @@ def transformer_spec(config: ModelConfig) -> ModelSpec:
         elif letter in "-E":
             branch = feed_forward_spec(config, hidden, experts if letter == "E" else None)
         else:
-            used = experts if index >= dense_layers else None
-            layers.append(layer_spec(config, "attention", attention_spec(config, letter), hidden, used))
+            mixer = attention_spec(config, letter) if config.latent is None else latent_spec(config, config.latent)
+            layers.append(layer_spec(config, "attention", mixer, hidden, experts if index >= dense_layers else None))
             continue
         layers.append(LayerSpec((branch,)))
     spec = decoder_spec(config, layers)
-    return spec if config.experts is None and config.mamba is None else replace(spec, measured=False)
+    is_measured = config.experts is None and config.latent is None and config.mamba is None
+    return spec if is_measured else replace(spec, measured=False)
 
 
 def mamba_spec(config: ModelConfig) -> MambaSpec:
@@ -60,13 +62,15 @@ def experts_spec(config: ModelConfig, experts: ExpertsConfig, hidden: int) -> Ex
         top_k=experts.top_k,
         shared_hidden=experts.shared * (experts.shared_ffn or size),
         activation=config.activation,
+        clamp=(config.clamp_alpha, config.clamp_limit),
+        bias=experts.bias,
         router=experts.router,
         renormalise=experts.renormalise,
         groups=experts.groups,
         groups_kept=experts.groups_kept or experts.groups,
         scale=experts.scale,
-        balance=experts.balance,
-        balance_strength=experts.balance_strength,
+        balance_strength=experts.loss_strength,
+        bias_step=experts.bias_strength,
         z_loss=experts.z_loss,
     )
 
@@ -77,10 +81,7 @@ def attention_spec(config: ModelConfig, letter: str) -> AttentionSpec:
     head_dim = config.head_dim or config.width // config.heads
     windowed = letter == "W"
     theta = config.rope_theta_window if windowed and config.rope_theta_window else config.rope_theta
-    scaling = None
-    if config.rope_scaling is not None and not windowed:
-        values = config.rope_scaling.model_dump()
-        scaling = RopeScaling(**{**values, "old_length": values["old_length"] or 0})
+    scaling = rope_scaling(config) if not windowed or config.rope_scaling_windows else None
     return AttentionSpec(
         width=config.width,
         heads=config.heads,
@@ -91,9 +92,36 @@ def attention_spec(config: ModelConfig, letter: str) -> AttentionSpec:
         qk_norm=config.qk_norm,
         qk_norm_eps=config.norm_eps,
         qk_norm_zero_centred=config.zero_centred_norm,
+        bias=config.attention_bias,
+        sinks=config.attention_sinks,
         scale=config.attention_scale,
         softcap=config.attention_softcap or 0.0,
     )
+
+
+def latent_spec(config: ModelConfig, latent: LatentConfig) -> LatentSpec:
+    assert config.width and config.heads
+    scaling, size = rope_scaling(config), latent.nope_dim + latent.rope_dim
+    factor = scaling.magnitude(scaling.mscale_all_dim) if scaling and scaling.mscale_all_dim else 1.0
+    return LatentSpec(
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_dim=size,
+        rope=Rope(config.rope_theta, latent.rope_dim, scaling),
+        scale=config.attention_scale or size**-0.5 * factor**2,
+        softcap=config.attention_softcap or 0.0,
+        value_dim=latent.value_dim,
+        kv_rank=latent.kv_rank,
+        q_rank=latent.q_rank,
+    )
+
+
+def rope_scaling(config: ModelConfig) -> RopeScaling | None:
+    if config.rope_scaling is None:
+        return None
+    values = config.rope_scaling.model_dump()
+    return RopeScaling(**{**values, "old_length": values["old_length"] or 0})
 
 
 def layer_spec(
@@ -106,7 +134,8 @@ def layer_spec(
 
 def feed_forward_spec(config: ModelConfig, hidden: int, experts: BlockSpec | None = None) -> Branch:
     assert config.width
-    block = experts or MlpSpec(width=config.width, hidden=hidden, activation=config.activation)
+    clamp = config.clamp_alpha, config.clamp_limit
+    block = experts or MlpSpec(width=config.width, hidden=hidden, activation=config.activation, clamp=clamp)
     return branch_spec(config, "feed_forward", block, "ffn")
 
 
@@ -134,7 +163,7 @@ def decoder_spec(config: ModelConfig, layers: list[LayerSpec]) -> ModelSpec:
             vocab=config.vocab, rows=padded_rows(config.vocab), width=config.width, scale=float(scale)
         ),
         groups=tuple(LayerGroup(layer, len(list(group))) for layer, group in groupby(layers)),
-        norm=norm_spec(config),
+        norm=replace(norm_spec(config), scale=config.logit_scale),
         tied=config.tied,
         init_std=config.init_std,
     )

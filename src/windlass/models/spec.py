@@ -53,6 +53,14 @@ class LayerSpec:
         return self.params["norms"] + sum(branch.block.active_params() for branch in self.branches)
 
     @cached_property
+    def expert_params(self) -> int:
+        return sum(branch.block.expert_params() for branch in self.branches)
+
+    def rank_params(self, layout: Layout) -> float:
+        """That a rank holds before sharding."""
+        return (self.num_params - self.expert_params * (1.0 - 1.0 / layout.expert)) / layout.tensor
+
+    @cached_property
     def fusable_weights(self) -> int:
         """Weights of products that read the same tensor, which a fused projection lays side by side."""
         return sum(sum(p.weights for p in group) for group in self.product_groups if len(group) > 1)
@@ -136,6 +144,11 @@ class ModelSpec:
             active=active + norms + table,
             terms=terms,
         )
+
+    @cached_property
+    def expert_params(self) -> int:
+        """That expert parallelism divides."""
+        return sum(group.layer.expert_params * group.count for group in self.groups)
 
     def layers(self) -> Iterator[LayerSpec]:
         """One by one, first to last."""

@@ -12,9 +12,9 @@ from windlass.config.secret import redact_text
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
-from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, Note, Section, bars, line, points
+from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Mark, Note, Section, bars, line, points
 from windlass.profile.view import run_sections
-from windlass.report.collect import RunSummary
+from windlass.report.collect import HIDDEN_EVENTS, RunSummary
 from windlass.report.columns import Columns, step_of, thin
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact
@@ -36,7 +36,7 @@ from windlass.report.tables import (
     watts,
     when,
 )
-from windlass.runs.events import Evaluated, Resumed, known_float
+from windlass.runs.events import Evaluated, ExpertLoads, Resumed, known_float
 from windlass.runs.folder import Run
 from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
 
@@ -48,6 +48,8 @@ CURVES = (
     ("watts", "Power", "W", True, 1),
     ("memory_bytes", "Memory, highest device", "GiB", True, 2**30),
     ("grad_norm", "Gradient norm", "", False, 1),
+    ("expert_imbalance", "Most used expert", "load / mean of its layer", True, 1),
+    ("router_entropy", "Entropy of the routers", "nats", True, 1),
 )
 MAX_EVENTS = 200
 MARKS = {"fault": "fault", "hang": "hang", "stopped": "stopped", "resumed": "resumed", "rollback": "rolled back"}
@@ -157,12 +159,28 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
         for key, title, unit, from_zero, divisor in CURVES
         if key in names
     ]
+    loads = [e for e in s.events if isinstance(e, ExpertLoads) and e.rows()][-1:]
     return [
         *charts,
+        *map(expert_heat, loads),
         Note(
             "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
         ),
     ]
+
+
+def expert_heat(event: ExpertLoads) -> Heat:
+    rows = event.rows()
+    return Heat(
+        title=f"Load of each expert at step {event.step}",
+        x=[str(expert) for expert in range(len(next(iter(rows.values()))))],
+        y=list(rows),
+        values=list(rows.values()),
+        x_title="expert",
+        y_title="layer",
+        unit="% of the layer's mean",
+        caption="100 is the mean of a layer. No token is dropped: the fullest expert only takes longer.",
+    )
 
 
 def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], ...]:
@@ -215,7 +233,7 @@ def life(s: RunSummary, columns: Columns) -> Section:
     items = progress(s, columns)
     if rows := life_rows(s):
         items += [DataTable(("", ""), rows), segment_table(s)]
-    shown = [e for e in s.events if e.event not in ("removed", "interval")][-MAX_EVENTS:]
+    shown = [e for e in s.events if e.event not in HIDDEN_EVENTS][-MAX_EVENTS:]
     if shown:
         ages = ["?" if e.time is None else print_seconds(e.time - (s.started_at or 0.0)) for e in shown]
         events = [(age, when(e.time), redact_text(e.describe())) for age, e in zip(ages, shown, strict=True)]

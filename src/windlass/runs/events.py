@@ -313,6 +313,37 @@ class Hang(
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoads(
+    StepEvent,
+    event="expert_loads",
+    meaning="tokens of each expert in the step's batch, by layer, in percent of the layer's mean; sampled",
+):
+    percent: Any = None
+
+    def rows(self) -> dict[str, list[float]]:
+        """Layer -> load of each expert; only what can be right, all of one length."""
+        layers = self.percent.items() if isinstance(self.percent, dict) else ()
+        rows = {
+            str(layer): loads
+            for layer, loads in layers
+            if isinstance(loads, list) and loads and all(known_float(load) is not None for load in loads)
+        }
+        length = max(map(len, rows.values()), default=0)
+        return {layer: loads for layer, loads in rows.items() if len(loads) == length}
+
+    def describe(self) -> str:
+        peaks = [(max(loads), loads.index(max(loads)), layer) for layer, loads in self.rows().items()]
+        if not peaks:
+            return "loads of experts: unknown"
+        unused = sum(load == 0 for loads in self.rows().values() for load in loads)
+        load, expert, layer = max(peaks)
+        return (
+            f"loads of experts at step {self.step}: up to {load / 100:.2f} x the mean (expert {expert} of layer {layer}), "
+            f"{unused} unused"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profiled(
     Event,
     event="profiled",

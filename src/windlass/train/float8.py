@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.linear import Linear
@@ -108,6 +108,9 @@ def float8_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
     if not isinstance(weight, DTensor):
         return local_product(x, weight, rows=rows)
     assert isinstance(x, DTensor)
+    if weight.placements[0].is_replicate():  # every rank computes the same
+        out = local_product(x.to_local(), weight.to_local(), rows=rows)
+        return DTensor.from_local(out, weight.device_mesh, [Replicate()], run_check=False)
     # Columns: x is complete, its gradient a sum over ranks. Rows: x is divided like the weight, the product is the sum.
     by_column = weight.placements[0].is_shard(0)
     part = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()

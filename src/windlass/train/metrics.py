@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
-from windlass.runs.events import StepSkipped
+from windlass.runs.events import ExpertLoads, StepSkipped
 from windlass.runs.metrics import MetricsLine
 from windlass.train.guard import OK, SKIP_REASONS
 from windlass.train.hooks import Hook, Training, each
@@ -26,6 +26,8 @@ from windlass.train.validate import Validation
 
 # Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once.
 LAG = 2
+# Times in a run that the load of every expert is written down: 128 experts in 94 layers take 50 kB each time.
+SAMPLES = 40
 # What each rank contributes to a line, as floats; NaN: not measured.
 RANK_FIELDS = ("memory", "forward", "joules", "watts", "utilization", "training_joules")
 
@@ -174,6 +176,11 @@ class Recorder(Hook):
                 line.dropped_tokens = 0
             line.extra, self.validation = self.validation, {}
             if training.world.is_main:
+                if item.result.expert_loads is not None and is_sampled(item.step, item.logged.steps, training):
+                    loads = item.result.expert_loads.cpu()
+                    percent = (100.0 * loads / loads.mean(1, keepdim=True)).round().int().tolist()
+                    layers = training.stepper.routers.layers
+                    training.run.record(ExpertLoads(step=item.step, percent=dict(zip(layers, percent, strict=True))))
                 training.run.record_metrics(line)
                 each(self.listeners, "on_log", training, line.as_dict())
 
@@ -243,6 +250,12 @@ class Recorder(Hook):
             record.slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
             record.spread_seconds = max(forward.values()) - min(forward.values())
         return record
+
+
+def is_sampled(step: int, since_last_line: int, training: Training) -> bool:
+    """Whether a line has the loads of experts beside it: about SAMPLES of a run, and the last."""
+    interval = max(1, training.plan.steps // SAMPLES)
+    return step // interval > (step - since_last_line) // interval or step == training.plan.steps
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -38,6 +38,8 @@ class StepResult:
     forward: list[tuple[Mark, Mark]] | None
     # How long the step waited for its batch.
     data_seconds: float = 0.0
+    # Rows of each expert in the batch (layers with experts, experts).
+    expert_loads: Tensor | None = None
 
     def forward_seconds(self) -> float | None:
         """On a GPU only when the step is done: its events are read long after."""
@@ -80,10 +82,11 @@ class Stepper:
         reason = self.guard.judge(loss, norm)
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
-        routing = self.routers.finish(routed, reason == 0)
+        routing, loads = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
-        return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing)), lr, forward)
+        values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing))
+        return StepResult(values, lr, forward, expert_loads=loads)
 
     def gradients(self, tokens: Tensor, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from windlass.blocks.base import BlockContext
 from windlass.blocks.experts.module import Experts, within_best_groups
 from windlass.blocks.experts.spec import ExpertsSpec
+from windlass.config.model import ExpertsConfig
 from windlass.layout.types import Layout, StepSpec
 
 SIZES: dict[str, Any] = {"width": 16, "hidden": 12, "count": 8, "top_k": 3}
@@ -98,8 +99,17 @@ def test_losses_enter_the_backward_pass_and_are_those_of_each_sequence() -> None
     assert torch.equal(block.statistics, before), "validation is not counted"
 
 
+def test_a_bias_and_a_loss_balance_together() -> None:
+    both = ExpertsConfig(count=8, top_k=2, balance="both", balance_weight=1e-4)
+    assert (both.loss_strength, both.bias_strength) == (1e-4, 1e-3)
+    assert ExpertsConfig(count=8, top_k=2, balance="bias", balance_weight=0.01).bias_strength == 0.01
+    block, x = make_block(balance_strength=0.5, bias_step=0.01), torch.randn(3, 6, 16)
+    block(x, CONTEXT)
+    assert block.bias is not None and block.statistics[-1] > 0
+
+
 def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
-    block = make_block(balance="bias", balance_strength=0.01, router="sigmoid", renormalise=False)
+    block = make_block(bias_step=0.01, router="sigmoid", renormalise=False)
     tokens = torch.randn(10, 16)
     scores = (tokens @ block.router.t()).sigmoid()
     assert block.bias is not None

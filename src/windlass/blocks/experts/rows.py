@@ -16,6 +16,14 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+def memberships(ends: Tensor, rows: Tensor) -> Tensor:
+    """(rows, experts): 1 where the row is the expert's. Its product with the experts' biases is the bias of each row,
+    without a look-up, whose backward pass would scatter: slow and not repeatable."""
+    places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+    experts = torch.arange(len(ends), device=ends.device)
+    return (torch.searchsorted(ends, places, right=True)[:, None] == experts).to(rows.dtype)
+
+
 # Operators of their own, so that a compiled layer does not see the loop, whose lengths it could not know.
 @torch.library.custom_op("windlass::looped_product", mutates_args=())
 def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

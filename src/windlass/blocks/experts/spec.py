@@ -6,6 +6,9 @@ from windlass.blocks.interface import BlockSpec, Product
 from windlass.config.model import GATED
 from windlass.layout.types import Layout, StepSpec
 
+# Rows of the fullest expert-parallel rank relative to the mean. Assumed: a rank's experts even out among themselves.
+RANK_IMBALANCE = 1.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec(BlockSpec):
@@ -15,13 +18,15 @@ class ExpertsSpec(BlockSpec):
     top_k: int
     shared_hidden: int = 0  # of all shared experts together; 0: there are none
     activation: str = "swiglu"
+    clamp: tuple[float, float] = (1.702, 7.0)  # of `clamped_swiglu`: alpha and limit
+    bias: bool = False  # of the router and of every product of the experts
     router: str = "softmax"
     renormalise: bool = True
     groups: int = 1
     groups_kept: int = 1
     scale: float = 1.0
-    balance: str = "loss"
-    balance_strength: float = 0.0  # factor of the balance loss, or step of the bias
+    balance_strength: float = 0.0  # factor of the balance loss; 0: there is none
+    bias_step: float = 0.0  # of the bias that balances the choice of experts; 0: there is none
     z_loss: float = 0.0
 
     kind = "experts"
@@ -35,10 +40,17 @@ class ExpertsSpec(BlockSpec):
         terms = {"experts": matrices * self.count * self.width * self.hidden, "router": self.count * self.width}
         if self.shared_hidden:
             terms["shared experts"] = matrices * self.width * self.shared_hidden
+        if self.bias:
+            terms["biases"] = self.count * (1 + (matrices - 1) * self.hidden + self.width)
         return terms
 
+    def expert_params(self) -> int:
+        biases = self.count * (2 * self.hidden + self.width) if self.bias else 0
+        return self.params()["experts"] + biases
+
     def active_params(self) -> int:
-        return sum(product.weights for product in self.products())
+        biases = self.count + self.top_k * (2 * self.hidden + self.width) if self.bias else 0
+        return biases + sum(product.weights for product in self.products())
 
     def products(self) -> tuple[Product, ...]:
         used, experts = self.top_k * self.hidden, {"experts": self.count, "top_k": self.top_k}
@@ -68,27 +80,46 @@ class ExpertsSpec(BlockSpec):
         """Routing, the sorted copies of each token, and gate, up and their weighted product (63.3 and 92.1 GiB measured
         on an H200, as counted here); eager code also keeps the activated gate and the product before its weights.
         Without a gate: up and its weighted activation, eager code also the activation."""
-        size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
-        rows = size * self.top_k * self.width
-        values = (3.0 if step.compile else 5.0) if self.gated else (2.0 if step.compile else 3.0)
-        return self.routing_bytes() + rows + size * hidden * values
+        size, full = step.bytes_per_value, self.fullest(layout)
+        hidden = (full * self.top_k * self.hidden + self.shared_hidden) / layout.tensor
+        rows = full * size * self.top_k * self.width
+        eager = 8.0 if self.activation == "clamped_swiglu" else 5.0
+        members = (
+            2.0 * full * size * self.top_k * self.count / layout.expert if self.bias else 0.0
+        )  # plain and weighted
+        values = (3.0 if step.compile else eager) if self.gated else (2.0 if step.compile else 3.0)
+        return self.routing_bytes() + rows + members + size * hidden * values
+
+    def fullest(self, layout: Layout) -> float:
+        """Rows of the fullest rank relative to those of its own tokens."""
+        return RANK_IMBALANCE if layout.expert > 1 else 1.0
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Gradients of the sorted copies, by gate and by up, and of the product between them."""
+        """Gradients of the sorted copies, by gate and by up, and of the product between them; an exchange also holds
+        what is sent."""
         rows, hidden = (2.0 if self.gated else 1.0) * self.top_k * self.width, self.top_k * self.hidden / layout.tensor
-        return step.bytes_per_value * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
+        held = self.fullest(layout) * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
+        return step.bytes_per_value * held + self.exchanged_bytes(step, layout)
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Scores of all experts, copies of each token to its experts and back, and the activation."""
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
         copies = 2.0 * size * (self.top_k + 1) * self.width
         activated = 16.0 if step.native and not step.compile else (3.0 if self.gated else 2.0) * size
+        # Received rows are sorted by expert and put back, each read and written: as often in the backward pass, which
+        # counts twice here.
+        copies += 4.0 * (2.0 / 3.0) * self.exchanged_bytes(step, layout)
         return 2.0 * self.routing_bytes() + copies + activated * hidden
+
+    def exchanged_bytes(self, step: StepSpec, layout: Layout) -> float:
+        return float(step.bytes_per_value * self.top_k * self.width) if layout.expert > 1 else 0.0
 
     def context_bytes(self, step: StepSpec, layout: Layout) -> float:
         return 0.0
 
     def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
+        if axis == "expert":
+            return (("model.experts.count", self.count),)
         if axis != "tensor":
             return ()
         shared = (("model.experts.shared_ffn", self.shared_hidden),) if self.shared_hidden else ()

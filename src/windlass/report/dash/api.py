@@ -36,7 +36,7 @@ MAX_RUNS = 30
 MAX_KEYS = 12
 MAX_CURVE_POINTS = 4000
 # A parallel file system takes its time for each small file, and answers many requests at a time.
-LIST_THREADS = 16
+LIST_THREADS = 4
 MAX_MARKED_EVENTS = 60
 MARKED = (
     "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",

@@ -27,7 +27,7 @@ Rule = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 def decays(name: str, parameter: Tensor, undecayed: Collection[str] = DecoderModel.undecayed) -> bool:
     """Weight decay acts on matrices, not on norms, biases or embeddings (`undecayed` lists their names)."""
-    return parameter.ndim >= 2 and name not in undecayed
+    return parameter.ndim >= 2 and not name.endswith("bias") and name not in undecayed
 
 
 @dataclass
