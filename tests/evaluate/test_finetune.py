@@ -20,7 +20,9 @@ GOOD, BAD = ["ship", "water", "together", "great"], ["heavy", "wind", "rope", "l
 
 @pytest.fixture
 def tsv(tmp_path: Path) -> Path:
-    rows = [f"the {w} {v}\t{label}\n" for words, label in ((GOOD, "plus"), (BAD, "minus")) for w in words for v in words]
+    rows = [
+        f"the {w} {v}\t{label}\n" for words, label in ((GOOD, "plus"), (BAD, "minus")) for w in words for v in words
+    ]
     path = tmp_path / "polemo.tsv"
     path.write_text("text\ttarget\n" + "".join(rows) * 2)
     return path
@@ -66,7 +68,20 @@ def test_mean_and_interval_of_seeds() -> None:
 @pytest.mark.multi
 def test_two_processes_of_the_command(tsv: Path, tmp_path: Path) -> None:
     save_encoder(tmp_path / "model")
-    options = ["--train", tsv, "--test", tsv, "--epochs", 0.5, "--length", 16, "--runs", tmp_path / "two", "--devices", 2]
+    options = [
+        "--train",
+        tsv,
+        "--test",
+        tsv,
+        "--epochs",
+        0.5,
+        "--length",
+        16,
+        "--runs",
+        tmp_path / "two",
+        "--devices",
+        2,
+    ]
     answer = finetune(tmp_path / "model", *options)
     assert answer["processes"] == 2 and 0 < answer["loss"] < 2
 

@@ -10,16 +10,19 @@ MatrixProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """Without bias. `product` computes x W^T; FP8 replaces it."""
+    """`product` computes x W^T; FP8 replaces it."""
 
     __call__: Callable[..., Tensor]
     product: MatrixProduct | None = None
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) if self.product is None else self.product(x, self.weight)
+        if self.product is None:
+            return F.linear(x, self.weight, self.bias)
+        out = self.product(x, self.weight)
+        return out if self.bias is None else out + self.bias
 
 
 def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, ...]:
@@ -31,4 +34,6 @@ def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, .
         return tuple(layer(x) for layer in layers)
     product: MatrixProduct = layers[0].product or F.linear
     out = product(x, torch.cat([layer.weight for layer in layers]))
+    if layers[0].bias is not None:
+        out = out + torch.cat([layer.bias for layer in layers])
     return tuple(out.split([layer.weight.shape[0] for layer in layers], dim=-1))

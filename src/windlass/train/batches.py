@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from windlass.blocks.head.loss import IGNORED
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase, batch_phases
 from windlass.data.stream import Loader
@@ -128,9 +129,13 @@ class BatchReader:
         self._loader.close()
 
 
-def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them."""
+def cut(
+    tokens: Tensor, documents: Tensor | None, world: World, ignored: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them. Targets
+    that are `ignored` (sequences, seq_len) do not count in the loss."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    targets = targets if ignored is None else targets.masked_fill(ignored, IGNORED)
     numbers = None if documents is None else documents[:, :-1]
     if world.layout.context > 1:
         width = inputs.shape[1] // world.layout.context

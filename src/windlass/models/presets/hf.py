@@ -145,7 +145,12 @@ def classic_spec(
     bias = family in ("gpt", "bloom")
     norm = NormSpec(width=width, bias=bias)
     attention = AttentionSpec(
-        width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=Rope(10_000.0, head_dim), bias=bias
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=Rope(10_000.0, head_dim),
+        bias="all" if bias else "none",
     )
     gated = family == "llama" if gated is None else gated
     mlp = MlpSpec(width=width, hidden=hidden, activation="swiglu" if gated else "gelu", bias=bias)
