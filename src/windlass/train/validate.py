@@ -103,7 +103,7 @@ class Validator:
         """Summed loss of this rank's part of a batch."""
         numbers = indexes[self.world.data_rank * self._per_rank :][: self._per_rank]
         arrays = [self.stream.sequences(numbers)]
-        arrays += [self.stream.document_ids(numbers)] if self.recipe.data.mask_documents else []
+        arrays += [self.stream.document_ids(numbers)] if self.recipe.data.masks_documents else []
         tokens, *documents = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
         batch = cut(tokens, documents[0] if documents else None, self.world)
         run = self.parts.modules[0] if self.stepper.schedule is None else self.stepper.pipeline_sums
