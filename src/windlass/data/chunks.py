@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from windlass.config.sources import DataFile
 from windlass.data import readers
-from windlass.data.chat import ConversationEncoder, MarkedText
+from windlass.data.conversations import ConversationEncoder, MarkedText
 from windlass.data.engines import Engine
 from windlass.data.inputs import ROW_FORMATS, InputFile, WorkItem
 from windlass.data.readers import LineReader, Record, RejectedDocument

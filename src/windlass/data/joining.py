@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config.sources import DataFile
-from windlass.data.chat import COUNTED, SETTINGS_FILE, TEMPLATE_FILE
+from windlass.data.conversations import COUNTED, SETTINGS_FILE, TEMPLATE_FILE
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
 from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
 from windlass.data.shards import Ints, index_parts

@@ -165,7 +165,7 @@ class Shard:
     documents: int | None
     index: Path | None = None  # Megatron .idx, or a file of 8-byte document ends
     offset: int = 0  # bytes before the first token
-    marks: Path | None = None  # one byte per token, see `data/chat.py`; None: every token counts
+    marks: Path | None = None  # one byte per token, see `data/conversations.py`; None: every token counts
 
     @cached_property
     def mark_array(self) -> Array | None:

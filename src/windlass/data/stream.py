@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
-from windlass.data.chat import REJECTED
+from windlass.data.conversations import REJECTED
 from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
 from windlass.data.packing import Packing, pack_documents
 from windlass.data.shards import TokenArray, refuse_outside
@@ -118,7 +118,7 @@ class StoreStream:
         return np.cumsum(out, axis=1, dtype=np.int32)
 
     def marks(self, indexes: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """For each position of each sequence its mark (see `data/chat.py`): whether the token counts as a target."""
+        """For each position of each sequence its mark (see `data/conversations.py`): whether the token counts as a target."""
         out = np.zeros((np.size(indexes), self.seq_len + 1), dtype=np.uint8)
         for row, column, array, start, count in self._parts(indexes):
             out[row, column : column + count] = array.marks(start, count)

@@ -12,7 +12,7 @@ import pytest
 from tests.data.helpers import refused
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data.chat import COUNTED, REJECTED, conversation_encoder, read_messages, read_pair
+from windlass.data.conversations import COUNTED, REJECTED, conversation_encoder, read_messages, read_pair
 from windlass.data.readers import RejectedDocument
 from windlass.data.store import FILES, open_store
 from windlass.data.tokenize import tokenize
