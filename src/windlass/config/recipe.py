@@ -10,6 +10,7 @@ from windlass.config.model import ModelConfig
 from windlass.config.observe import EnergyConfig, ProfileConfig, TrackersConfig
 from windlass.config.save import SaveConfig
 from windlass.config.shell import PathText
+from windlass.config.tune import TuneConfig
 from windlass.registry import ENGINES, OBJECTIVES, OPTIMIZERS, SCHEDULES
 
 
@@ -191,6 +192,8 @@ class Recipe(Table):
     data: DataConfig = Field(default_factory=DataConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    tune: TuneConfig | None = None
+    """Fine-tuning; None: pre-training."""
     layout: LayoutConfig | None = None
     """None: the planner chooses and prints its reason."""
     save: SaveConfig = Field(default_factory=SaveConfig)

@@ -1,0 +1,69 @@
+"""The `[tune]` table: what a model is fine-tuned for, on which examples."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from windlass.config.base import Table
+from windlass.config.shell import PathText
+
+# What a model is fine-tuned for, on files of examples. `chat` reads a token store of conversations.
+Task = Literal["classify", "multi_label", "regress", "tag", "masked", "chat", "prefer"]
+EXAMPLE_TASKS = ("classify", "multi_label", "regress", "tag")
+
+
+class LoraConfig(Table):
+    rank: PositiveInt = 16
+    """Inner size of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """Their product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: list[str] = Field(default_factory=list)
+    """Names of the layers that get an adapter (wq, w1, ...; q_proj of a transformers model). Empty: those of attention
+    and feed-forward."""
+
+
+class TuneConfig(Table):
+    task: Task
+    """classify: one label of several per text or pair of texts. multi_label: any number of labels. regress: a number.
+    tag: a label per word (BIO tags). masked: predict hidden tokens of a token store (pre-training of an encoder).
+    chat: next tokens of answers. prefer: the better of two answers (DPO)."""
+    train: PathText | None = None
+    """File of examples: TSV, CSV or JSON lines with named columns; for tag also CoNLL."""
+    validation: PathText | None = None
+    """Examples on which `metric` is measured (default: a tenth of the training file)."""
+    test: PathText | None = None
+    """Examples that are looked at once, after training."""
+    text: str = "text"
+    """Column of the text; for tag the column of the words."""
+    pair: str | None = None
+    """Column of a second text."""
+    label: str = "label"
+    """Column of the label, the list of labels, the number, or the tags. `target` is found too."""
+    labels: list[str] = Field(default_factory=list)
+    """All labels, in the order of the model's outputs (default: those of the training file, sorted)."""
+    examples: NonNegativeInt = 0
+    """Number of training examples; counted when the run is created."""
+    epochs: PositiveFloat = 3.0
+    """Passes over the training examples."""
+    batch: PositiveInt = 32
+    """Examples of one step over all devices."""
+    class_weights: Literal["equal", "balanced"] = "equal"
+    """balanced: an example of a rare label counts more, by the label's share."""
+    metric: str = "auto"
+    """What is compared between validations: accuracy, macro_f1, weighted_f1, matthews, pearson, spearman, span_f1,
+    loss. auto: macro_f1; pearson for regress, span_f1 for tag, loss for the others."""
+    patience: NonNegativeInt = 0
+    """Stop after this many validations without a better `metric`; 0: train to the end. The best weights are tested."""
+    frozen: bool = False
+    """Train only the new head."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Of a transformers model; None: as its config says."""
+    group_by_length: bool = True
+    """Batches of texts of similar length: less padding."""
+    mask_share: float = Field(default=0.15, gt=0, lt=1)
+    """masked: share of tokens that are hidden."""
+    beta: PositiveFloat = 0.1
+    """prefer: how far answers may move from those of the starting model."""
+    lora: LoraConfig | None = None
+    """Train small adapters instead of the weights."""
