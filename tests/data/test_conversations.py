@@ -159,7 +159,7 @@ def test_rows_of_parquet_are_conversations_too(chat_file: Callable[..., DataFile
 
 
 def test_a_tokenizer_without_a_template_is_refused(chat_file: Callable[..., DataFile], tokenizer: Tokenizer) -> None:
-    with refused("data.chat-template-missing", "chat_template.jinja"):
+    with refused("data.chat-template-missing", "tokenizer.json"):
         tokenize(chat_file([MESSAGES], tokenizer=str(tokenizer.path)))
     with refused("data.chat-template-missing", "no.jinja"):
         tokenize(chat_file([MESSAGES], template="no.jinja"))

@@ -4,10 +4,12 @@ The text is that of transformers' `apply_chat_template`, which a test compares.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from windlass.data import import_optional
@@ -16,6 +18,10 @@ from windlass.errors import DataError
 from windlass.files import read_json
 
 Message = Mapping[str, Any]  # "role" (system, user, assistant) and "content"
+Spans = list[tuple[int, int]]  # begin and end of parts of a text
+TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
+# Stand around a marked answer until the text is complete.
+_OPEN, _CLOSE = "\x00<generation>\x00", "\x00</generation>\x00"
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,12 @@ class ChatTemplate:
             tags = {"generation"}
 
             def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                return jinja2.nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+
+            def _enclose(self, caller: Any) -> str:
+                return f"{_OPEN}{caller()}{_CLOSE}"
 
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
@@ -60,6 +70,15 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """The conversation as text; `add_generation_prompt`: with the beginning of the next answer."""
+        return self._render(messages, add_generation_prompt).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def marked_answers(self, messages: Sequence[Message]) -> tuple[str, Spans]:
+        """The conversation as text, and what `{% generation %}` marks in it: nothing where the template has no marks."""
+        parts = re.split(f"{_OPEN}|{_CLOSE}", self._render(messages, False))
+        ends = [sum(map(len, parts[: number + 1])) for number in range(len(parts))]
+        return "".join(parts), [(ends[number - 1], ends[number]) for number in range(1, len(parts), 2)]
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         compiled = self._compiled
         try:
             return str(
@@ -95,11 +114,14 @@ class ChatTemplate:
         return tokens[0] if is_special else self.tokenizer.eos
 
 
-def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
-    """The template beside a tokenizer: chat_template.jinja, or the default one of tokenizer_config.json."""
+def load_chat_template(tokenizer: Tokenizer, named: str | None = None) -> ChatTemplate:
+    """The template of a named file, or beside a tokenizer: chat_template.jinja, or the default one of
+    tokenizer_config.json."""
     folder = tokenizer.path.parent
-    config = read_json(folder / "tokenizer_config.json") or {}
-    if (file := folder / "chat_template.jinja").is_file():
+    config = read_json(folder / SETTINGS_FILE) or {}
+    if named is not None and not Path(named).is_file():
+        raise DataError("data.chat-template-missing", f"template = {named!r} is not a file", hint="name a Jinja file")
+    if (file := Path(named or folder / TEMPLATE_FILE)).is_file():
         source = file.read_text(encoding="utf-8")
     else:
         source = config.get("chat_template")
@@ -109,7 +131,8 @@ def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
         raise DataError(
             "data.chat-template-missing",
             f"the tokenizer {tokenizer.path} has no chat template",
-            hint="put chat_template.jinja or tokenizer_config.json of a tuned model beside it, or leave out --chat",
+            hint="put chat_template.jinja or tokenizer_config.json of a tuned model beside it; a data file can name a "
+            "Jinja file as `template`",
         )
     if isinstance(tokenizer, SentencePieceTokenizer):
         raise DataError(

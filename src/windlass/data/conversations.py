@@ -1,34 +1,25 @@
-"""Conversations as tokens with a mark each: forms of the field, chat templates, and which tokens are learned.
+"""Conversations as tokens with a mark each: the forms of the field, and which tokens are learned.
 
-A template is rendered as transformers does it. What counts is the assistant's answers: the text inside `{% generation %}`
-where the template has it, else what rendering one message more adds to the prompt before it.
+What counts is the assistant's answers: the text inside `{% generation %}` where the chat template has it, else what
+rendering one message more adds to the prompt before it.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data import import_optional
+from windlass.data.chat import ChatTemplate, Spans, load_chat_template
 from windlass.data.readers import MAX_KEPT_BYTES, Record, RejectedDocument
 from windlass.data.tokenizer import JsonTokenizer, Tokenizer
 from windlass.errors import DataError
-from windlass.files import read_json
 
 Message = dict[str, Any]
-Spans = list[tuple[int, int]]
 # Bits of a token's mark: the loss counts it; it belongs to the rejected answer of a pair.
 COUNTED, REJECTED = 1, 2
-# Files beside a tokenizer that belong to its template.
-TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
-_OPEN, _CLOSE = "\x00\x01<generation>\x00", "\x00\x01</generation>\x00"  # stand in the rendered text for a moment
 _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "function": "tool",
@@ -49,112 +40,6 @@ class MarkedText(str):
 
     ids: npt.NDArray[np.uint32]
     marks: npt.NDArray[np.uint8]
-
-
-# -- templates -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    source: str
-    tokens: Mapping[str, str]  # bos_token, eos_token and others that a template may use
-
-    @cached_property
-    def _compiled(self) -> Any:
-        jinja2 = import_optional("jinja2")
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class Generation(Extension):
-            tags = {"generation"}
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return jinja2.nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
-
-            def _enclose(self, caller: Any) -> str:
-                return f"{_OPEN}{caller()}{_CLOSE}"
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        # As in transformers; a template comes from the hub and is not trusted.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
-            value, ensure_ascii=ensure_ascii, **options
-        )
-        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda text: datetime.now().strftime(text)}
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise DataError(
-                "data.chat-template-invalid",
-                f"the chat template is not valid Jinja: {error}",
-                hint="correct the template",
-            ) from None
-
-    @property
-    def marks_answers(self) -> bool:
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
-
-    def render(self, messages: Sequence[Message], *, answer: bool = False) -> str:
-        """The text of a conversation; `answer`: up to where the assistant's next answer begins."""
-        return self._render(messages, answer=answer).replace(_OPEN, "").replace(_CLOSE, "")
-
-    def _render(self, messages: Sequence[Message], *, answer: bool = False) -> str:
-        jinja2, template = import_optional("jinja2"), self._compiled
-        try:
-            options = {"tools": None, "documents": None, "add_generation_prompt": answer}
-            return str(template.render(messages=list(messages), **options, **self.tokens))
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise UnusableConversationError(f"the chat template refuses it ({str(error)[:80]})") from None
-
-    def answers(self, messages: Sequence[Message], first: int = 0) -> tuple[str, Spans]:
-        """The rendered text, and where in it the answers stand that are message number `first` or later."""
-        if self.marks_answers and first == 0:
-            parts = re.split(f"{re.escape(_OPEN)}|{re.escape(_CLOSE)}", self._render(messages))
-            ends = np.cumsum([0, *map(len, parts)]).tolist()
-            return "".join(parts), [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)]
-        text, spans = self.render(messages), []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant" and number >= first:
-                prompt, answer = self.render(messages[:number], answer=True), self.render(messages[: number + 1])
-                if not (answer.startswith(prompt) and text.startswith(answer)):
-                    raise UnusableConversationError("the template renders an earlier turn otherwise once others follow")
-                spans.append((len(prompt), len(answer)))
-        return text, spans
-
-
-def find_template(tokenizer: Path, named: str | None = None) -> ChatTemplate | None:
-    """The chat template of a tokenizer file, or of a named file; None where there is none."""
-    settings = read_json(tokenizer.with_name(SETTINGS_FILE)) or {}
-    path = Path(named) if named else tokenizer.with_name(TEMPLATE_FILE)
-    source = settings.get("chat_template")
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    elif named:
-        raise DataError("data.chat-template-missing", f"template = {named!r} does not exist", hint="name a Jinja file")
-    if isinstance(source, list):  # several by name
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not source:
-        return None
-    tokens = {name: value for name, value in settings.items() if name.endswith("_token") and value is not None}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    return ChatTemplate(source, {name: text for name, text in texts.items() if isinstance(text, str)})
-
-
-def load_template(tokenizer: Path, named: str | None = None) -> ChatTemplate:
-    template = find_template(tokenizer, named)
-    if template is None:
-        raise DataError(
-            "data.chat-template-missing",
-            f"{tokenizer} has no chat template (neither {TEMPLATE_FILE} nor `chat_template` in {SETTINGS_FILE} beside it)",
-            hint='name a Jinja file with template = "..." in the data file, or use the tokenizer of an instruction model',
-        )
-    return template
 
 
 # -- forms of a record ---------------------------------------------------------------------------------------------
@@ -254,8 +139,26 @@ class ConversationEncoder:
         text.marks = np.concatenate([marks + REJECTED * number for number, (_, _, marks) in enumerate(parts)])
         return text
 
+    def _answers(self, messages: Sequence[Message], first: int) -> tuple[str, Spans]:
+        """The rendered text, and where in it the answers stand that are message number `first` or later."""
+        text, spans = self.template.marked_answers(messages)
+        if spans and first == 0:
+            return text, spans
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and number >= first:
+                prompt = self.template.render(messages[:number], add_generation_prompt=True)
+                answer = self.template.render(messages[: number + 1])
+                if not (answer.startswith(prompt) and text.startswith(answer)):
+                    raise UnusableConversationError("the template renders an earlier turn otherwise once others follow")
+                spans.append((len(prompt), len(answer)))
+        return text, spans
+
     def _marked(self, messages: list[Message], first: int) -> tuple[str, npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
-        text, spans = self.template.answers(messages, first)
+        try:
+            text, spans = self._answers(messages, first)
+        except DataError as error:
+            raise UnusableConversationError(f"the chat template refuses it ({error.message[-80:]})") from None
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         begins, ends = offsets[:, 0], offsets[:, 1]
         marks = np.zeros(len(ids), dtype=np.uint8)
@@ -273,4 +176,4 @@ def conversation_encoder(tokenizer: Tokenizer, named: str | None) -> Conversatio
             f"conversations need a tokenizer.json; {tokenizer.path} is of kind {tokenizer.kind}",
             hint="use the tokenizer.json of the same model",
         )
-    return ConversationEncoder(tokenizer, load_template(tokenizer.path, named))
+    return ConversationEncoder(tokenizer, load_chat_template(tokenizer, named))

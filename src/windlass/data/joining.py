@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config.sources import DataFile
-from windlass.data.conversations import COUNTED, SETTINGS_FILE, TEMPLATE_FILE
+from windlass.data.chat import SETTINGS_FILE, TEMPLATE_FILE
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
+from windlass.data.conversations import COUNTED
 from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
 from windlass.data.shards import Ints, index_parts
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, TERMS, hash_file, hash_json
@@ -411,7 +412,10 @@ def _write_manifest(
     names = [name, LEDGER, FILES, REJECTS]
     if task.chat is not None:  # so that the store's tokenizer still renders conversations
         write_atomic(target / TEMPLATE_FILE, task.chat.template.source)
-        write_json(target / SETTINGS_FILE, read_json(tokenizer.path.with_name(SETTINGS_FILE)) or {})
+        write_json(
+            target / SETTINGS_FILE,
+            {**(read_json(tokenizer.path.with_name(SETTINGS_FILE)) or {}), **task.chat.template.specials},
+        )
         names += [TEMPLATE_FILE, SETTINGS_FILE]
     _write_checksums(target, checksums, names)
     write_json(target / MANIFEST, manifest)

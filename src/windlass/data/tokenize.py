@@ -20,8 +20,8 @@ from typing import Any
 
 from windlass.clusters.scheduler import job_id
 from windlass.config.sources import DataFile
-from windlass.data.conversations import conversation_encoder
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
+from windlass.data.conversations import conversation_encoder
 from windlass.data.engines import choose
 from windlass.data.inputs import (
     ROW_FORMATS,
