@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, DataError
 
 # How much of a large file is read at a time.
 READ_BLOCK_BYTES = 4 << 20
@@ -187,3 +187,17 @@ def set_compile_cache() -> None:
     except (OSError, RuntimeError):  # no home in this container: a new folder (mode 700) with a random name
         folder = Path(tempfile.mkdtemp(prefix="windlass-compile-"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def read_text_file(path: Path, description: str) -> str:
+    """The text of a file that a user wrote; a file that is not UTF-8 text is refused with the place."""
+    if not path.is_file():
+        raise DataError("files.missing", f"there is no {description} {path}", hint="check the path")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "files.not-utf8",
+            f"the {description} {path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
+            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
+        ) from None

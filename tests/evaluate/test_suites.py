@@ -153,8 +153,8 @@ def test_bad_task_files(tmp_path: Path) -> None:
         assert all(place in error.value.message for place in places)
     cases = [
         (write(tmp_path / "bad.jsonl", []), "evaluate.task-file-empty"),
-        (tmp_path / "none.jsonl", "evaluate.file-missing"),
-        (tmp_path / "bytes.jsonl", "evaluate.not-utf8"),
+        (tmp_path / "none.jsonl", "files.missing"),
+        (tmp_path / "bytes.jsonl", "files.not-utf8"),
     ]
     (tmp_path / "bytes.jsonl").write_bytes(b'{"context": "a", "answer": "b"}\n\n\xff')
     for path, code in cases:

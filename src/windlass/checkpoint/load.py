@@ -8,7 +8,7 @@ import contextlib
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,23 +204,33 @@ def weights_source(path: Path | str) -> Path:
 
 
 def load_model_weights(path: Path | str, model: Any, *, verify: bool = True) -> Path:
-    """Fill `model` from a checkpoint, run or Hugging Face folder, on one rank or on all. Returns the folder."""
+    """Fill `model` from a checkpoint, run or Hugging Face folder, on one rank or on all. Returns the folder.
+
+    Weights in `model.new_names` (the head of another task, adapters) keep their initial values where the folder has
+    none of their shape."""
     source = weights_source(path)
     own, twins = model.state_dict(), getattr(model, "twins", {})
+    new_names: Collection[str] = getattr(model, "new_names", ())
     if not (source / files.MANIFEST).is_file():
-        weights = read_safetensors(source)
-        _assign(
-            model, weights if set(own) <= set(weights) else names.from_hf(model.family, weights, own, twins), source
-        )
+        weights: Mapping[str, torch.Tensor] = read_safetensors(source)
+        if not set(own) <= set(weights):
+            weights = names.from_hf(model.family, weights, own, twins)
+        own = {n: t for n, t in own.items() if n not in new_names or (n in weights and weights[n].shape == t.shape)}
+        _assign(model, weights, source, own)
         return source
     # The same check as before a resume; but nothing is set aside in a folder of another run.
     manifest = _on_rank_0(files.complete, source, verify=False).manifest
     if verify and (problem := _content_problem(source, manifest)):
         raise CheckpointError("checkpoint.damaged", f"{source} is damaged: {problem}", hint=files.EARLIER_HINT)
+    reader = CheckpointReader(source)
+    if new_names:
+        stored = _on_rank_0(lambda: reader.read_metadata().state_dict_metadata)
+        shapes = {name: getattr(entry, "size", None) for name, entry in stored.items()}
+        own = {n: t for n, t in own.items() if n not in new_names or shapes.get(f"model.{n}") == t.shape}
     # A checkpoint has a weight with two names (a tied head) once.
     tensors = {name: tensor for name, tensor in own.items() if name not in twins}
-    read_tensors(CheckpointReader(source), {"model": tensors})
-    _assign(model, tensors | {name: tensors[first] for name, first in twins.items()}, source)
+    read_tensors(reader, {"model": tensors})
+    _assign(model, tensors | {name: tensors[first] for name, first in twins.items()}, source, own)
     return source
 
 
@@ -257,8 +267,10 @@ def safetensors_files(folder: Path) -> list[Path]:
     return parts
 
 
-def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path) -> None:
-    own = model.state_dict()
+def _assign(
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path, own: Mapping[str, torch.Tensor]
+) -> None:
+    """Give the model the weights named in `own`, a part of its state."""
     if problems := names.misfits(weights, own):
         unknown = sorted(set(weights) - set(own))
         problems += [f"{len(unknown)} unknown ({', '.join(unknown[:3])})"] if unknown else []
@@ -268,7 +280,7 @@ def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source:
             hint="compare the recipe's [model] table with the model they come from",
         )
     is_full = not any(isinstance(weights[name], DTensor) for name in own)
-    options = StateDictOptions(full_state_dict=is_full, strict=True)
+    options = StateDictOptions(full_state_dict=is_full, strict=len(own) == len(model.state_dict()))
     set_model_state_dict(model, {name: weights[name] for name in own}, options=options)
 
 

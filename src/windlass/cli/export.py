@@ -38,7 +38,7 @@ def export(
 ) -> None:
     """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
     from windlass.convert.export import export as write_folder
-    from windlass.evaluate.task_files import read_text_file
+    from windlass.files import read_text_file
     from windlass.registry import PRESETS
     from windlass.report import collect, model_card, sections, write
     from windlass.runs import open_run

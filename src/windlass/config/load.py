@@ -17,6 +17,7 @@ from windlass.config.model import GATED, LAYER_KINDS, REPEATED, ExpertsConfig, M
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
+from windlass.config.tune import EXAMPLE_TASKS
 from windlass.errors import ConfigError
 from windlass.registry import BLOCKS, PRESETS
 from windlass.units import divisors, nearest
@@ -291,7 +292,8 @@ def check(recipe: Recipe) -> None:
     for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
         if secret := find_secret(f"{value}"):
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
-    if data.tokens is None and recipe.train.steps is None:
+    counts_examples = recipe.tune is not None and recipe.tune.task in EXAMPLE_TASKS
+    if data.tokens is None and recipe.train.steps is None and not counts_examples:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
     if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
         below = data.batch_tokens // data.seq_len * data.seq_len

@@ -42,8 +42,8 @@ class TuneConfig(Table):
     """Column of the label, the list of labels, the number, or the tags. `target` is found too."""
     labels: list[str] = Field(default_factory=list)
     """All labels, in the order of the model's outputs (default: those of the training file, sorted)."""
-    examples: NonNegativeInt = 0
-    """Number of training examples; counted when the run is created."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """SHA-256 of each file; written when the run is created, so that a resumed run reads the same examples."""
     epochs: PositiveFloat = 3.0
     """Passes over the training examples."""
     batch: PositiveInt = 32

@@ -23,6 +23,7 @@ from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.perplexity import choose_documents
 from windlass.evaluate.scores import EvalScore, share_score
 from windlass.evaluate.suites import SUITES, Suite, SuiteOptions, groups
+from windlass.files import read_text_file
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,6 @@ class TaskFile:
     name: str
     suite: Suite
     items: list[dict[str, Any]]
-
-
-def read_text_file(path: Path, description: str) -> str:
-    """The text of a file that a user wrote; a file that is not UTF-8 text is refused with the place."""
-    if not path.is_file():
-        raise DataError("evaluate.file-missing", f"there is no {description} {path}", hint="check the path")
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            "evaluate.not-utf8",
-            f"the {description} {path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
 
 
 def read_task_file(path: Path | str) -> TaskFile:

@@ -140,10 +140,30 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
+    hf_config = read_hf_config(config, seq_len)
+    import transformers
+
+    # transformers builds a "causal" model of an encoder's config too, in which every position sees the later ones: the
+    # loss of the next token would be read off the input.
+    masked = type(hf_config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    is_encoder = masked and not getattr(hf_config, "is_encoder_decoder", False)
+    if is_encoder and not getattr(hf_config, "is_decoder", False):
+        raise ConfigError(
+            "model.encoder",
+            f"{config.config} is an encoder ({hf_config.model_type}): its positions see later tokens, so it predicts "
+            "no next token",
+            hint='fine-tune it with a [tune] table, use a decoder, or set "is_decoder": true in config.json to train '
+            "this architecture with a causal mask",
+        )
+    return HFModel(build_net(transformers.AutoModelForCausalLM, hf_config, Path(config.config or "")), seq_len)
+
+
+def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
+    """transformers' config of a folder or file; refuses sequences that are longer than its positions."""
     # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     try:
-        from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ImportError:
         raise ConfigError(
             "model.transformers-missing",
@@ -166,15 +186,6 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
             hint="a newer transformers may know it",
         ) from None
-    # transformers builds a "causal" model of an encoder's config too, in which every position sees the later ones: the
-    # loss of the next token would be read off the input.
-    masked = type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf_config, "is_encoder_decoder", False)
-    if masked and not getattr(hf_config, "is_decoder", False):
-        raise ConfigError(
-            "model.encoder",
-            f"{path} is an encoder ({hf_config.model_type}): its positions see later tokens, so it predicts no next token",
-            hint='use a decoder, or set "is_decoder": true in config.json to train this architecture with a causal mask',
-        )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
         raise ConfigError(
@@ -182,15 +193,20 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
             f"data.seq_len ({seq_len:,}) is more than the model's {limit:,} positions",
             hint="choose a shorter sequence or another config",
         )
+    return hf_config
+
+
+def build_net(auto_class: Any, hf_config: Any, path: Path) -> Any:
+    """A transformers model without weights; under `torch.device("meta")` without memory for its parameters."""
     options = {"config": hf_config, "dtype": torch.float32}
     with parameters_on_meta() if torch.empty(0).is_meta else contextlib.nullcontext():
         try:
-            net: Any = AutoModelForCausalLM.from_config(**options, trust_remote_code=False, attn_implementation="sdpa")
+            net: Any = auto_class.from_config(**options, trust_remote_code=False, attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
                 refuse_custom_code(path)
                 raise
-            # Families that transformers has no fused attention for (Bloom, MPT, Gemma 2).
-            net = AutoModelForCausalLM.from_config(**options, trust_remote_code=False, attn_implementation="eager")
+            # Families that transformers has no fused attention for (Bloom, MPT, Gemma 2, DeBERTa).
+            net = auto_class.from_config(**options, trust_remote_code=False, attn_implementation="eager")
     net.tie_weights()
-    return HFModel(net, seq_len)
+    return net

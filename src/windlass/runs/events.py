@@ -223,6 +223,8 @@ class Evaluated(
     bits_per_byte: float | None = None
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     languages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Of a fine-tuning: accuracy, macro_f1, ...
+    scores: dict[str, float | None] = field(default_factory=dict)
     seconds: float | None = None
 
 

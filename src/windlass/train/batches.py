@@ -17,6 +17,18 @@ from windlass.train.mesh import World
 Batch = tuple[Tensor, Tensor | None]
 
 
+# What a model gets: tokens, targets, and the document number (or segment) of each token.
+MicroBatch = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """A rank's part of a step of examples, and what the summed loss of all ranks is divided by."""
+
+    micro_batches: list[MicroBatch]
+    counted: float
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """Sizes of a step and of the run. The global order of sequences does not depend on the number of ranks."""
@@ -36,6 +48,14 @@ class BatchPlan:
     @property
     def total_tokens(self) -> int:
         return self.steps * self.tokens_per_step
+
+    def step_tokens(self, step: int) -> int:
+        """Tokens of step number `step`, from 0."""
+        return self.tokens_per_step
+
+    def schedule_position(self, step: int, tokens: int) -> tuple[int, int]:
+        """How far the learning rate's schedule is after step number `step`, and how long it is, in tokens."""
+        return tokens + self.step_tokens(step), self.total_tokens
 
     def indexes(self, sequences_done: int, data_rank: int) -> npt.NDArray[np.int64]:
         """Global sequence numbers of this rank for the step that begins at `sequences_done`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from windlass.checkpoint.files import list_saved
 from windlass.checkpoint.load import discard_after, find_latest, load_model_weights, restore
 from windlass.checkpoint.save import Saver
 from windlass.config import recipe_hash
@@ -38,6 +39,8 @@ class Checkpointing:
         self.rolled_back = False
         # The lowest values of save.metric that were saved, at most save.keep_best.
         self.best: list[float] = []
+        # save.metric of every validation of a fine-tuning.
+        self.compared: list[float] = []
         self.validation: Validation | None = None
         self._validated_step: int | None = None
         self._announced: object = None
@@ -52,6 +55,7 @@ class Checkpointing:
         return {
             "model": {
                 **{slot.name: slot.weights.detach() for slot in optimizer.slots},
+                **self.training.parts.frozen(),
                 **self.training.parts.saved_buffers(),
             },
             "optim": {
@@ -86,6 +90,19 @@ class Checkpointing:
         progress.step, progress.tokens, progress.sequences = extra["step"], extra["tokens"], extra["sequences"]
         self.carried_joules, self.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
         self.best = [loss for loss in extra.get("best", []) if loss is not None]
+        self.compared = extra.get("compared", [])
+
+    def load_best(self) -> tuple[int, int]:
+        """Step and tokens of the best validated checkpoint, whose weights the model now has; the last where none was
+        kept for its metric."""
+        training = self.training
+        kept = [saved for saved in list_saved(training.run) if saved.metric is not None]
+        best = min(kept, key=lambda saved: saved.metric or 0.0, default=None)
+        if best is None or best.step == training.step:
+            return training.step, training.tokens
+        restore(best, self.state(), seed=training.recipe.seed)
+        training.optimizer.refresh()
+        return best.step, best.tokens or 0
 
     def roll_back(self, reason: str) -> None:
         """Too many skipped steps: fail, or go back once to an earlier checkpoint and leave the range of data out."""
@@ -128,6 +145,15 @@ class Checkpointing:
 
     def validated(self, validation: Validation) -> None:
         self.validation, self._validated_step = validation, self.training.step
+        if self.training.recipe.tune is not None and (value := self.metric()) is not None:
+            self.compared.append(value)
+
+    def out_of_patience(self) -> bool:
+        """Whether the last tune.patience validations were no better than one before them."""
+        patience = 0 if self.training.recipe.tune is None else self.training.recipe.tune.patience
+        if not patience or len(self.compared) <= patience:
+            return False
+        return min(self.compared[-patience:]) >= min(self.compared[:-patience])
 
     def metric(self) -> float | None:
         """save.metric of these very weights; None when they were not validated."""
@@ -137,8 +163,8 @@ class Checkpointing:
         validation = self.validation
         if validation is None or self._validated_step != self.training.step:
             return None
-        part = validation.overall if name == "val_loss" else validation.sources[name.removeprefix("val_loss/")]
-        return part.loss if math.isfinite(part.loss) else None
+        value = validation.compared(name)
+        return value if value is not None and math.isfinite(value) else None
 
     def save_if_due(self, agreed: bool, hooks: Sequence[Hook]) -> None:
         """The one place where checkpoints of the loop begin."""
@@ -174,6 +200,7 @@ class Checkpointing:
             "seed": recipe.seed,
             "rolled_back": self.rolled_back,
             "best": self.best,
+            "compared": self.compared,
             "config": recipe.model_dump(mode="json"),
             "schedule": {
                 "total_tokens": training.plan.total_tokens,

@@ -37,8 +37,8 @@ class Progress:
     sequences: int = 0
 
     def advance(self, plan: BatchPlan) -> None:
+        self.tokens += plan.step_tokens(self.step)
         self.step += 1
-        self.tokens += plan.tokens_per_step
         self.sequences += plan.layout.sequences_per_step
 
 

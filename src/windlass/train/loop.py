@@ -22,6 +22,7 @@ from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassErro
 from windlass.files import set_compile_cache
 from windlass.layout.rules import check_step
 from windlass.models.build import build_model
+from windlass.models.task_head import build_task_model
 from windlass.models.presets import model_spec
 from windlass.registry import ENGINES
 from windlass.runs import manifest
@@ -39,6 +40,16 @@ from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
+from windlass.train.tuning import (
+    ExamplePlan,
+    ExampleReader,
+    ExampleStream,
+    ExampleValidator,
+    example_plan,
+    longest_batch,
+    record_test,
+    tunes_examples,
+)
 from windlass.train.validate import open_validator
 from windlass.train.watchdog import Heartbeat
 from windlass.units import print_bytes, print_seconds
@@ -77,6 +88,8 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
                 if reason is None and training.validator is not None and not _validates_at(training):
                     validate(training, checkpoints, all_hooks)
                 checkpoints.final_save(reason, all_hooks)
+                if reason is None and isinstance(training.stream, ExampleStream) and len(training.stream.test):
+                    test(training, checkpoints)
                 each(all_hooks, "on_stop", training, reason)
                 if training.world.is_main:
                     step, tokens = training.step, training.tokens
@@ -118,21 +131,26 @@ def build(
     world = open_world(start.layout, place, start.device, max(600.0, 4 * recipe.train.watchdog_seconds))
     if world.cuda or start.step.compile:
         set_compile_cache()
-    plan = batch_plan(recipe, start.layout)
+    examples = ExampleStream(recipe) if tunes_examples(recipe) else None
+    plan = batch_plan(recipe, start.layout) if examples is None else example_plan(recipe, start.layout, examples.order)
     # model
     spec = model_spec(recipe.model)
     check_step(recipe, spec)
     check_compile(start.step)
     check_precision(recipe, world)
     with torch.device("meta"):
-        model = build_model(recipe.model, seq_len=recipe.data.seq_len)
+        if examples is None:
+            model = build_model(recipe.model, seq_len=recipe.data.seq_len)
+        else:
+            model = build_task_model(recipe.model, recipe.data.seq_len, examples.head(), frozen=examples.tune.frozen)
     # parallelize, optimizer
     beat = (lambda phase: None) if heartbeat is None else heartbeat.step_phase
     parts, optimizer, stepper = ENGINES.load(recipe.train.engine)(model, recipe, start.step, world, plan, beat)
     # data
-    stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
+    stream: Any = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
-    validator = open_validator(recipe, world, parts, stepper, model.vocab)
+    validator: Any = ExampleValidator(examples, world, parts) if examples else None
+    validator = validator or open_validator(recipe, world, parts, stepper, model.vocab)
     held_out = [part.name for part in validator.held] if validator is not None else []
     metric = recipe.save.metric
     if metric.startswith("val_loss/") and (name := metric.removeprefix("val_loss/")) not in held_out:
@@ -173,10 +191,10 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
     recorder, first_step, first_done_at = checkpoints.recorder, progress.step, 0.0
     batches = open_batches(training)
     try:
-        while progress.step < plan.steps:
+        while progress.step < plan.steps and not checkpoints.out_of_patience():
             tokens, documents = next(batches)
             each(hooks, "on_step_begin", training)
-            lr = learning_rate(recipe.optim, progress.tokens + plan.tokens_per_step, plan.total_tokens)
+            lr = learning_rate(recipe.optim, *plan.schedule_position(progress.step, progress.tokens))
             result = training.stepper.step(tokens, documents, lr)
             result.data_seconds = batches.wait_seconds
             progress.advance(plan)
@@ -212,7 +230,9 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
     return None
 
 
-def open_batches(training: Training) -> BatchReader:
+def open_batches(training: Training) -> BatchReader | ExampleReader:
+    if isinstance(training.plan, ExamplePlan):
+        return ExampleReader(training.stream, training.plan, training.world, training.step)
     return BatchReader(
         training.stream,
         training.plan,
@@ -248,6 +268,18 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
     each(hooks, "on_eval", training, validation)
 
 
+def test(training: Training, checkpoints: Checkpointing) -> None:
+    """Scores of the test examples with the best weights, once, at the end of a fine-tuning."""
+    stream, validator = training.stream, training.validator
+    assert validator is not None
+    step, tokens = checkpoints.load_best()
+    scores = validator.run(examples=stream.test)
+    if training.world.is_main:
+        record_test(training.run, scores, stream.tune, step=step, tokens=tokens, count=len(stream.test))
+        listed = ", ".join(f"{name} {value:.4f}" for name, value in scores.scores.items() if value is not None)
+        training.say(f"test ({len(stream.test):,} examples, weights of step {step}): {listed}")
+
+
 # -- before the first step
 # ----------------------------------------------------------------------------------------------
 
@@ -278,9 +310,11 @@ def trial_step(training: Training) -> str:
     Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the
     log gives the memory it needed beside the planner's prediction."""
     device, plan, layout = training.world.device, training.plan, training.start.layout
-    tokens = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
+    tokens: Any = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
     documents = torch.zeros_like(tokens) if training.start.step.mask_documents else None
     predicted = memory(training.spec, training.start.step, layout).allocated
+    if isinstance(plan, ExamplePlan):
+        tokens, documents = longest_batch(training.stream, plan, training.world), None
     try:
         training.stepper.gradients(tokens, documents)
     except torch.OutOfMemoryError as error:
@@ -346,6 +380,8 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any, load
             f"resumed at step {step} from {name}, which took {print_seconds(load_seconds)} to load{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
+    if isinstance(training.stream, ExampleStream):
+        notes.append(training.stream.note(plan.seq_len))
     save, held_out = recipe.save, training.validator is not None
     if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
         reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"

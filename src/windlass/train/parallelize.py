@@ -47,10 +47,15 @@ class ModelParts:
     tie: Tie | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once: a copy of another stage's weights is not trained here."""
+        """Each trained parameter once: a copy of another stage's weights is not trained here."""
         copied = None if self.tie is None else self.tie.copy
         for module in self.modules:
-            yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter is not copied)
+            named = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+            yield from ((name, parameter) for name, parameter in named if parameter is not copied)
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Weights that are not trained; a checkpoint holds them too, so that it can be used alone."""
+        return {n: p.detach() for module in self.modules for n, p in module.named_parameters() if not p.requires_grad}
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """What our own blocks neither train nor compute again, such as the biases of routers."""

@@ -65,6 +65,11 @@ class Validation:
                 line[f"val_bits_per_byte{suffix}"] = part.bits_per_byte
         return line
 
+    def compared(self, metric: str) -> float | None:
+        """The value of `save.metric`; lower is better."""
+        part = self.overall if metric == "val_loss" else self.sources[metric.removeprefix("val_loss/")]
+        return part.loss
+
     def event(self) -> dict[str, Any]:
         return {
             "val_loss": self.overall.loss,
