@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
-from windlass.data.conversations import REJECTED
+from windlass.data.conversations import COUNTED, REJECTED
+from windlass.data.example_batches import IGNORED
 from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
 from windlass.data.packing import Packing, pack_documents
 from windlass.data.shards import TokenArray, refuse_outside
@@ -126,6 +127,14 @@ class StoreStream:
                 out[row, column] &= REJECTED  # nothing before it in its window
         return out
 
+    def targets(self, indexes: npt.ArrayLike) -> Tokens:
+        """(len(indexes), seq_len) tokens to predict, IGNORED where a token does not count."""
+        return np.where(self.marks(indexes)[:, 1:] & COUNTED, self.sequences(indexes)[:, 1:], IGNORED).astype(np.int32)
+
+    def counted(self, indexes: npt.ArrayLike) -> int:
+        """How many targets of these sequences count."""
+        return int((self.marks(indexes)[:, 1:] & COUNTED).sum(dtype=np.int64))
+
     def packing_line(self) -> str:
         """How full the windows are and what was left out, for a log; empty without packing."""
         if not self.packings:
@@ -173,9 +182,6 @@ class SyntheticStream:
     def packing_line(self) -> str:
         return ""
 
-    def marks(self, indexes: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        return np.ones((np.size(indexes), self.seq_len + 1), dtype=np.uint8)
-
     def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
         return np.zeros((np.asarray(indexes).size, self.seq_len + 1), dtype=np.int32)
 
@@ -218,8 +224,9 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
-    iterator ends it. With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-
-    locked memory, so that copies to the device can overlap; without a GPU it changes nothing.
+    iterator ends it. With `documents` each item is a pair (tokens, document ids); with `counted` it is (tokens,
+    document ids or None, targets, what `counted` says of the indexes). With `pin` the arrays lie in page-locked memory,
+    so that copies to the device can overlap; without a GPU it changes nothing.
     """
 
     def __init__(
@@ -230,8 +237,9 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
         prefetch: int = 2,
         pin: bool = False,
         documents: bool = False,
+        counted: Callable[[Any], float] | None = None,
     ) -> None:
-        self.stream, self.documents = stream, documents
+        self.stream, self.documents, self.counted = stream, documents, counted
         self.wait_seconds = self.last_wait_seconds = 0.0  # that all calls of `next`, and the last one, have waited
         self._settle = pinned if pin else np.asarray
         self._stopped = False
@@ -260,7 +268,10 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
             for indexes in itertools.takewhile(lambda indexes: indexes is not None, arrays):
                 tokens = self._settle(self.stream.sequences(indexes))
                 documents = self._settle(self.stream.document_ids(indexes)) if self.documents else None
-                self._queue.put(tokens if documents is None else (tokens, documents))
+                item: Any = tokens if documents is None else (tokens, documents)
+                if self.counted is not None and isinstance(self.stream, StoreStream):
+                    item = (tokens, documents, self._settle(self.stream.targets(indexes)), self.counted(indexes))
+                self._queue.put(item)
                 if self._stopped:
                     return
         except BaseException as error:

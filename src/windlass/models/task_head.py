@@ -52,7 +52,9 @@ class HFTaskModel(HFModel):
         super().__init__(net, seq_len)
         self.task_head = head
         body = f"net.{net.base_model_prefix}."
-        self.new_names = frozenset(name for name in self.state_dict() if not name.startswith(body) or ".pooler." in name)
+        self.new_names = frozenset(
+            name for name in self.state_dict() if not name.startswith(body) or ".pooler." in name
+        )
         types = getattr(net.config, "type_vocab_size", 0) or 0
         self.has_segments = types > 1
 

@@ -14,7 +14,7 @@ from windlass.layout.types import Layout
 from windlass.train.mesh import World
 
 # Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.
-Batch = tuple[Tensor, Tensor | None]
+Batch = tuple["Tensor | MarkedBatch", Tensor | None]
 
 
 # What a model gets: tokens, targets, and the document number (or segment) of each token.
@@ -26,6 +26,15 @@ class ExampleBatch:
     """A rank's part of a step of examples, and what the summed loss of all ranks is divided by."""
 
     micro_batches: list[MicroBatch]
+    counted: float
+
+
+@dataclass(frozen=True)
+class MarkedBatch:
+    """A rank's sequences of which not every token counts, and what the summed loss of all ranks is divided by."""
+
+    tokens: Tensor
+    targets: Tensor
     counted: float
 
 
@@ -74,19 +83,34 @@ class BatchReader:
 
     def __init__(self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, documents: bool) -> None:
         self._device, self._documents = world.device, documents
+
+        def counted(indexes: npt.NDArray[np.int64]) -> float:
+            """Of the step's whole batch: every rank computes the same number from the marks alone."""
+            first = int(indexes[0]) - world.data_rank * len(indexes)
+            return float(max(1, stream.counted(np.arange(first, first + plan.layout.data * len(indexes)))))
+
+        self._marked = not stream.counts_all
         self._loader = Loader(
             stream,
             lambda n: plan.indexes(sequences_done + n * plan.layout.sequences_per_step, world.data_rank),
             pin=world.cuda,
             documents=documents,
+            counted=counted if self._marked else None,
         )
 
     def __next__(self) -> Batch:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
+        if self._marked:
+            tokens, documents, targets, counted = item
+            batch = MarkedBatch(self._move(tokens), self._move(targets), counted)
+            return batch, None if documents is None else self._move(documents)
         arrays = item if self._documents else (item,)
-        tokens, *documents = (torch.from_numpy(array).to(self._device, non_blocking=True).long() for array in arrays)
+        tokens, *documents = map(self._move, arrays)
         return tokens, documents[0] if documents else None
+
+    def _move(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True).long()
 
     @property
     def wait_seconds(self) -> float:
@@ -96,9 +120,9 @@ class BatchReader:
         self._loader.close()
 
 
-def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
+def cut(tokens: Tensor, documents: Tensor | None, world: World, targets: Tensor | None = None) -> MicroBatch:
     """Inputs and targets, one position apart; under context parallelism only this rank's positions of them."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:] if targets is None else targets
     numbers = None if documents is None else documents[:, :-1]
     if world.layout.context > 1:
         width = inputs.shape[1] // world.layout.context

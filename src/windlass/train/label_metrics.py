@@ -12,7 +12,9 @@ from windlass.errors import ConfigError
 DEFAULT_METRIC = {"classify": "macro_f1", "multi_label": "macro_f1", "regress": "pearson", "tag": "span_f1"}
 
 
-def label_scores(task: str, predicted: Sequence[Any], truth: Sequence[Any], labels: Sequence[str]) -> dict[str, float | None]:
+def label_scores(
+    task: str, predicted: Sequence[Any], truth: Sequence[Any], labels: Sequence[str]
+) -> dict[str, float | None]:
     """Every score of a task. Predictions and truth: label numbers (classify), rows of 0 and 1 (multi_label), numbers
     (regress), lists of tags (tag). None: not defined for these values, such as the correlation of a constant."""
     try:

@@ -22,8 +22,8 @@ from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassErro
 from windlass.files import set_compile_cache
 from windlass.layout.rules import check_step
 from windlass.models.build import build_model
-from windlass.models.task_head import build_task_model
 from windlass.models.presets import model_spec
+from windlass.models.task_head import build_task_model
 from windlass.registry import ENGINES
 from windlass.runs import manifest
 from windlass.runs.events import Compiled, Evaluated, Finished, Resumed, SignalReceived, Started, Stopped
@@ -380,8 +380,8 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any, load
             f"resumed at step {step} from {name}, which took {print_seconds(load_seconds)} to load{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
-    if isinstance(training.stream, ExampleStream):
-        notes.append(training.stream.note(plan.seq_len))
+    is_examples = isinstance(training.stream, ExampleStream)
+    notes.append(training.stream.note(plan.seq_len) if is_examples else training.stream.packing_line())
     save, held_out = recipe.save, training.validator is not None
     if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
         reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"

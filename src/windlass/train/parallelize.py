@@ -27,6 +27,7 @@ from windlass.layout.types import GradientSync, StepSpec
 from windlass.models.decoder import DecoderModel, Layer
 from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
+from windlass.train.adapters import add_adapters
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
 from windlass.units import print_bytes
@@ -79,6 +80,8 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)
         divide_blocks(module, step, world, recipe.train.objective)
+        if recipe.tune is not None and recipe.tune.lora is not None:
+            parts.notes.append(add_adapters(module, recipe.tune.lora))
         if step.precision == "fp8":
             from windlass.train.float8 import apply_float8
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
-from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch, cut
+from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
@@ -70,7 +70,7 @@ class Stepper:
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
 
-    def step(self, tokens: Tensor | ExampleBatch, documents: Tensor | None, lr: float) -> StepResult:
+    def step(self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
@@ -85,7 +85,9 @@ class Stepper:
             self.parts.tie.spread()
         return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing)), lr, forward)
 
-    def gradients(self, tokens: Tensor | ExampleBatch, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
+    def gradients(
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
+    ) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         self._sums.clear()
@@ -93,7 +95,10 @@ class Stepper:
         if isinstance(tokens, ExampleBatch):
             self.scale = 1.0 / tokens.counted
             return self._run_micro_batches(tokens.micro_batches)
-        inputs, targets, numbers = cut(tokens, documents, self.world)
+        marked_targets = None
+        if isinstance(tokens, MarkedBatch):
+            self.scale, tokens, marked_targets = 1.0 / tokens.counted, tokens.tokens, tokens.targets
+        inputs, targets, numbers = cut(tokens, documents, self.world, marked_targets)
         if self.schedule is not None:
             self._run_pipeline(self.schedule.step, inputs, targets, numbers)
             if self.parts.tie is not None:
@@ -105,9 +110,7 @@ class Stepper:
             [(inputs[part], targets[part], None if numbers is None else numbers[part]) for part in cuts]
         )
 
-    def _run_micro_batches(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> list[tuple[Mark, Mark]]:
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Mark, Mark]]:
         module, forward = self.parts.modules[0], list[tuple[Mark, Mark]]()
         for index, inputs in enumerate(micro_batches):
             set_sync(module, self.spec.sync, index == len(micro_batches) - 1)

@@ -100,7 +100,9 @@ class ExampleStream:
 
     def note(self, seq_len: int) -> str:
         cut = self.train.cut + self.validation.cut + self.test.cut
-        texts = f"{len(self.train):,} for training, {len(self.validation):,} for validation, {len(self.test):,} for test"
+        texts = (
+            f"{len(self.train):,} for training, {len(self.validation):,} for validation, {len(self.test):,} for test"
+        )
         return f"examples: {texts}; {cut:,} were cut to {seq_len:,} tokens"
 
 
@@ -245,11 +247,11 @@ class ExampleValidator:
         ]  # fmt: skip
 
 
-def record_test(run: Any, validation: ExampleValidation, tune: TuneConfig, *, step: int, tokens: int, count: int) -> None:
+def record_test(
+    run: Any, validation: ExampleValidation, tune: TuneConfig, *, step: int, tokens: int, count: int
+) -> None:
     """Scores of the test examples, in the form of eval.jsonl."""
     for name, value in {**validation.scores, "loss": validation.overall.loss}.items():
         line = {"task": Path(tune.test or "").stem, "group": "all", "metric": name, "value": value, "low": None,
                 "high": None, "count": count, "step": step, "tokens": tokens}  # fmt: skip
         append_line(run.eval_file, {**line, "detail": {"kind": tune.task, **asdict(validation.overall)}})
-
-
