@@ -49,7 +49,7 @@ def make_recipe(
     shape |= layout.pop("model", {})
     seq_len, sequences = layout.pop("seq_len", 32), layout.pop("sequences", 16)
     data = {"mask_documents": True} if layout.pop("documents", False) else {}
-    optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}}[optimizer]
+    optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}, "muon": {"lr": 1e-3, "eps": 1e-2}}[optimizer]
     if optimizer == "adamw" and (family == "retnet" or "tied" in shape):
         # At AdamW's own eps these are chaotic: one process in other micro-batches leaves its own curve within ten steps.
         optim = {"lr": 1e-3, "eps": 1e-2}
@@ -233,6 +233,13 @@ CASES = [
     Parity(4, 4, {"shard": "full", "tensor": 2}, family="qwen3_moe"),
     Parity(4, 2, {"shard": "zero1", "pipeline": 2}, family="olmoe"),
     Parity(2, 8, {"shard": "full", "context": 2, "train": {"recompute": "selective"}}, family="qwen3_moe"),
+    # Muon needs whole matrices: of shards, of copies (each orthogonalised once), of heads and of stacked experts.
+    Parity(4, 4, {"shard": "full"}, "muon"),
+    Parity(4, 4, {"shard": "none"}, "muon"),
+    Parity(4, 2, {"shard": "hybrid", "shard_size": 2}, "muon"),
+    Parity(4, 4, {"shard": "full", "tensor": 2}, "muon", family="qwen3_moe"),
+    Parity(4, 2, {"shard": "zero1", "pipeline": 2}, "muon", family="qwen3_moe"),
+    Parity(2, 4, {"shard": "full", "offload": "parameters"}, "muon"),
 ]
 
 

@@ -1,57 +1,103 @@
-"""`windlass finetune`: train and test a text classifier on top of a model."""
+"""`windlass finetune`: train and test a model on labelled texts, with several seeds."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from windlass.cli.options import DeviceOption, JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption
+from windlass.cli.options import JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption
 from windlass.cli.output import show
 from windlass.files import write_json
 
 
 def finetune(
     run: ModelArgument,
-    train: Annotated[Path, typer.Option("--train", help="TSV with the columns text and label (or target).")],
+    train: Annotated[Path, typer.Option("--train", help="TSV, CSV or JSONL with the columns text and label.")],
     test: Annotated[
-        Path | None, typer.Option("--test", help="TSV to test on (default: a fifth of the training file).")
+        Path | None, typer.Option("--test", help="Examples to test on (default: a tenth of the training file).")
     ] = None,
+    task: Annotated[str, typer.Option("--task", help="classify, multi_label, regress or tag.")] = "classify",
+    columns: Annotated[
+        str, typer.Option("--columns", help="Names of the columns: text,label or text,second text,label.")
+    ] = "text,label",
     frozen: Annotated[bool, typer.Option("--frozen/--full", help="Train only a head, or every weight.")] = False,
-    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 3,
+    epochs: Annotated[float, typer.Option("--epochs", min=0.01)] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per step over all processes.")] = 16,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate (default: 1e-3 frozen, 5e-5 full).")] = None,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a text that are read.")] = 256,
+    patience: Annotated[
+        int, typer.Option("--patience", min=0, help="Stop after so many epochs without a better score; 0: never.")
+    ] = 0,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to run (0, 1, 2, ...).")] = 1,
     devices: ProcessesOption = None,
+    folder: Annotated[Path, typer.Option("--runs", help="Folder for the run of each seed.")] = Path("runs"),
     output: Annotated[Path | None, typer.Option("--output", help="Also write the result as JSON to this file.")] = None,
     step: StepOption = None,
-    device: DeviceOption = None,
     save: SaveOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Fine-tune a classifier on texts and labels; accuracy and macro-F1 over several seeds."""
-    from windlass.cli.evaluate import score_table
-    from windlass.clusters.scheduler import place
-    from windlass.evaluate.finetune import TuneOptions, start_workers
-    from windlass.evaluate.finetune import finetune as run_finetune
+    """Fine-tune any local model on labelled texts; mean and spread of its scores over several seeds.
 
-    rank_place = place()
-    if devices is not None and devices > 1 and rank_place.source == "single":
-        raise typer.Exit(start_workers(devices))
-    options = TuneOptions(frozen=frozen, epochs=epochs, batch=batch, lr=lr, length=length, seeds=tuple(range(seeds)))
-    result = run_finetune(run, train, test, options, place=rank_place, step=step, device=device, save=save)
-    if rank_place.rank:
+    Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it.
+    """
+    from windlass.cli.evaluate import score_table
+    from windlass.cli.train import train_start
+    from windlass.clusters.scheduler import place
+    from windlass.config import Loaded
+    from windlass.convert.config_json import is_hf_folder
+    from windlass.errors import EXIT_DONE
+    from windlass.evaluate.finetune import TuneOptions, mean_scores, seed_result, tune_recipe
+    from windlass.evaluate.scores import append_scores
+    from windlass.launch.start import create_planned_run, local_cluster
+    from windlass.runs.events import Finished
+    from windlass.runs.folder import Run, open_run
+
+    names = columns.split(",")
+    if len(names) not in (2, 3):
+        raise typer.BadParameter("--columns takes two or three names")
+    chosen = (names[0], names[1] if len(names) == 3 else None, names[-1])
+    options = TuneOptions(
+        task=task, frozen=frozen, epochs=epochs, batch=batch, lr=lr, length=length, patience=patience, columns=chosen
+    )
+    position = place()
+    processes = (devices or 1) if position.source == "single" else position.world_size
+    finished = []
+    for seed in range(seeds):
+        recipe = tune_recipe(run, train, test, options, seed=seed, devices=processes, step=step)
+        seed_run = Run(folder / recipe.name)
+        if not any(seed_run.events(Finished)):
+
+            def create(per_node: int, nodes: int) -> str:
+                loaded = Loaded(recipe, recipe.model_dump_json(indent=2), None, {})  # noqa: B023 - called at once
+                cluster = local_cluster(recipe, per_node)  # noqa: B023
+                return create_planned_run(seed_run.path, loaded, cluster, nodes)[1]  # noqa: B023
+
+            code = train_start(seed_run, create, devices=processes, quiet=as_json)
+            if code != EXIT_DONE:
+                raise typer.Exit(code)
+        finished.append(seed_run)
+    if position.rank:
         return
-    rate = result.scores[0].detail["texts_per_second"]
+    results = [seed_result(seed_run) for seed_run in finished]
+    rates = [result.texts_per_second for result in results if result.texts_per_second is not None]
+    rate = sum(rates) / len(rates) if rates else None
+    detail = {"kind": task, "frozen": frozen, "epochs": epochs, "processes": processes, "texts_per_second": rate,
+              "seeds": [asdict(result) for result in results]}  # fmt: skip
+    scores = mean_scores((test or train).stem, results, detail)
+    if save and not is_hf_folder(run):
+        append_scores(open_run(run), scores, step=step, tokens=None)
+    labels = finished[0].recipe().tune.labels  # type: ignore[union-attr]
     answer = {
-        **{score.metric: score.value for score in result.scores},  # flat, so that a sweep finds them
+        **{score.metric: score.value for score in scores},  # flat, so that a sweep finds them
         "texts_per_second": rate,
-        "train": result.train,
-        "labels": result.labels,
-        "processes": result.processes,
-        "scores": [score.line() for score in result.scores],
+        "train": str(train),
+        "labels": labels,
+        "processes": processes,
+        "runs": [str(seed_run.path) for seed_run in finished],
+        "scores": [score.line() for score in scores],
     }
     if output is not None:
         write_json(output, answer)
-    summary = f"{len(result.labels)} labels, {result.processes} process(es), {rate:,.1f} texts/s in training"
-    show(as_json, answer, score_table(result.scores), summary)
+    speed = "speed not measured" if rate is None else f"{rate:,.1f} texts/s in training"
+    show(as_json, answer, score_table(scores), f"{len(labels)} labels, {processes} process(es), {speed}")

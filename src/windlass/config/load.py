@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
 from windlass.config.model import GATED, LAYER_KINDS, REPEATED, ExpertsConfig, ModelConfig
+from windlass.config.ramp import ramp_problems
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -295,13 +296,15 @@ def check(recipe: Recipe) -> None:
     counts_examples = recipe.tune is not None and recipe.tune.task in (*EXAMPLE_TASKS, "chat", "prefer")
     if data.tokens is None and recipe.train.steps is None and not counts_examples:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
-    if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
-        below = data.batch_tokens // data.seq_len * data.seq_len
-        valid = nearest(data.batch_tokens, (size for size in (below, below + data.seq_len) if size))
-        problems.append(
-            f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
-            f"nearest valid: {valid}"
-        )
+    named = [("data.batch_tokens", data.batch_tokens), *(("data.batch_ramp", size) for _, size in data.batch_ramp)]
+    for key, batch in named:
+        if batch is not None and (batch == 0 or batch % data.seq_len):
+            below = batch // data.seq_len * data.seq_len
+            valid = nearest(batch, (size for size in (below, below + data.seq_len) if size))
+            problems.append(
+                f"{key} ({batch:,}) is not a multiple of data.seq_len ({data.seq_len:,}); nearest valid: {valid}"
+            )
+    problems += ramp_problems(data)
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")

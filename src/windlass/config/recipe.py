@@ -41,6 +41,9 @@ class DataConfig(Table):
     """Tokens of one sequence."""
     batch_tokens: Tokens | None = None
     """Tokens of one optimizer step over all devices."""
+    batch_ramp: list[tuple[Tokens, Tokens]] = Field(default_factory=list)
+    """Other values of `batch_tokens`, each from a token position on: [["100B", "1Mi"], ["1T", "2Mi"]]. The micro-batch
+    stays, so that nothing is compiled again; accumulation grows."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
     pack: Literal["stream", "documents"] = "stream"
@@ -61,7 +64,7 @@ class DataConfig(Table):
 
 class OptimConfig(Table):
     name: Annotated[str, Registered(OPTIMIZERS)] = "adamw"
-    """adamw, ademamix, lion, sgd (with momentum), or an optimizer of an installed package."""
+    """adamw, ademamix, lion, muon (AdamW outside the layers' matrices), sgd (with momentum), or an optimizer of an installed package."""
     lr: NonNegativeFloat = 3e-4
     """The highest learning rate, reached at the end of the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -88,6 +91,10 @@ class OptimConfig(Table):
     """AdamW, AdEMAMix: added to the denominator."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD only."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon: decay of the mean of the gradients of matrices."""
+    nesterov: bool = True
+    """Muon: orthogonalise one step ahead of the mean."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied to matrices, not to norms, biases or embeddings."""
     clip: NonNegativeFloat = 1.0

@@ -138,6 +138,8 @@ def estimate_step(
     terms["head and loss"] = head * micro_batches * (1.0 if layout.pipeline == 1 else 0.5)
     terms["pipeline bubble"] = bubble
     terms["optimizer"] = _optimizer_seconds(stored, step, layout, r)
+    if step.optimizer == "muon":
+        terms["orthogonalisation"] = _orthogonal_seconds(model, layout, r)
     gathers = micro_batches if layout.pipeline == 1 else 1
     reductions = gathers if step.sync.every_micro_batch else 1
     unpacked = 2 if layout.shard in ("full", "hybrid") else 1 if layout.divides_gradients_only else 0
@@ -417,6 +419,24 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
     else:
         update, norm = 34.0 if step.compile else engine.eager_update_bytes, 4.0
     return (stored / layout.shard_size * update + stored / layout.weight_shards * norm) / r.memory
+
+
+def _orthogonal_seconds(model: ModelSpec, layout: Layout, r: _Rates) -> float:
+    """Muon: five iterations of three products for each matrix of the layers, divided over all ranks of a stage; its
+    parts go to one rank and the results back, in 16 bits."""
+    seconds = 0.0
+    for group in model.groups:
+        for product, _ in group.layer.products:
+            sides = [product.outputs, product.inputs]
+            if product.experts > 1:  # the divided side is that of all experts which a token meets
+                sides[0 if product.divided == "outputs" else 1] //= product.top_k
+            short, long = sorted(sides)
+            three = (_product_seconds(*size, r.wide, r.constants) for size in ((short, short, long),) * 2)
+            once = sum(three) + _product_seconds(short, short, short, r.wide, r.constants)
+            seconds += 5.0 * once * product.experts * group.count
+    ranks = layout.replicas * layout.tensor
+    parts = 2.0 * model.params.body / layout.pipeline / (layout.shard_size * layout.tensor)
+    return seconds / layout.devices + 2.0 * _ring_seconds(parts, ranks, r, messages=4.0)
 
 
 def _data_traffic(

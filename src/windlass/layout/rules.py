@@ -5,7 +5,7 @@ not propose: it does not know what they cost, or they never pay."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.config import Recipe
 from windlass.errors import ConfigError
@@ -140,6 +140,18 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
     violation = batch_violation(layout.data, layout.micro_batch, size)
     if violation is not None:
         yield violation
+    for sequences in size.smaller:
+        valid = nearest_batches(layout, replace(size, sequences=sequences))
+        if valid != [sequences]:
+            unit = layout.data * layout.micro_batch * size.seq_len
+            filled = f", in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
+            yield Violation(
+                "layout.batch-not-divisible",
+                f"data.batch_ramp: a batch of {sequences * size.seq_len:,} tokens is not a multiple of {unit:,} = "
+                f"micro_batch {layout.micro_batch} x seq_len {size.seq_len:,} x {layout.data:,} replica"
+                f"{'s' * (layout.data > 1)}{filled * (layout.pipeline > 1)}",
+                " or ".join(f"{batch * size.seq_len:,}" for batch in sorted(valid)),
+            )
     if layout.accumulation < layout.pipeline:
         fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))
         yield Violation(

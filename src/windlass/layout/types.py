@@ -142,8 +142,8 @@ class StepSpec:
     # recompute = "budget": share of activation memory that is kept.
     recompute_budget: float = 0.5
     optimizer: str = "adamw"
-    # Optimizer states per parameter.
-    moment_tensors: int = 2
+    # Optimizer states per parameter, the mean over the model's.
+    moment_tensors: float = 2
     # Precision of these states: fp32, bf16 or int8.
     moments: str = "fp32"
     # fp32 or bf16 where another engine's row states it; None: the engine's habit.

@@ -1,5 +1,6 @@
 """Layouts worth estimating for a model, a batch and a machine."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -91,9 +92,12 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
         micro_batches = [m for m in MICRO_BATCHES if sequences is None or sequences % (data * m) == 0]
         for micro_batch, (shard, shard_size) in product(micro_batches, _shards(task, tensor, pipeline, data * context)):
             accumulation = 1 if sequences is None else sequences // (data * micro_batch)
-            if accumulation < pipeline:
+            if accumulation < pipeline or any(s % (data * micro_batch) for s in task.size.smaller):
+                continue
+            if min(task.size.smaller, default=math.inf) < data * micro_batch * pipeline:
                 continue
             interleaves = pipeline > 1 and num_layers % (2 * pipeline) == 0 and accumulation % pipeline == 0
+            interleaves = interleaves and not any(s % (data * micro_batch * pipeline) for s in task.size.smaller)
             for schedule, chunks in (("1f1b", 1), ("interleaved", 2))[: 2 if interleaves else 1]:
                 layout = Layout(
                     tensor=tensor,

@@ -11,6 +11,7 @@ import numpy as np
 
 from windlass.clusters.load import load_cluster
 from windlass.config import Recipe
+from windlass.config.ramp import run_length
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.energy.ledger import build as build_ledger
@@ -287,15 +288,15 @@ STATUS: dict[type[Event], str] = {
 
 
 def _recipe_fields(recipe: Recipe, brief: bool) -> dict[str, Any]:
-    m, data, steps = recipe.model, recipe.data, recipe.train.steps
+    m, data = recipe.model, recipe.data
     total = active = None
     # A Hugging Face config may not have been copied.
     with contextlib.suppress(WindlassError, OSError, KeyError, TypeError, ValueError):
         if not brief:
             total, active = model_spec(m).params.total, model_spec(m).params.active
     target = data.tokens
-    if target is None and steps is not None and data.batch_tokens is not None:
-        target = steps * data.batch_tokens
+    if target is None and (length := run_length(recipe)) is not None:
+        target = length[1]
     sizes = f", {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}" if m.vocab else ""
     return {
         "name": print_text(recipe.name),

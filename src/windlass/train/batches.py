@@ -1,5 +1,6 @@
 """Which sequences each rank takes at a step, and the batches themselves, read ahead by a thread."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from windlass.config import Recipe
+from windlass.config.ramp import BatchPhase, batch_phases
 from windlass.data.stream import Loader
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
 
 # Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.
-Batch = tuple["Tensor | MarkedBatch", Tensor | None]
+Batch = tuple[Tensor, Tensor | None]
 
 
 # What a model gets: tokens, targets, and the document number (or segment) of each token.
@@ -30,87 +32,93 @@ class ExampleBatch:
 
 
 @dataclass(frozen=True)
-class MarkedBatch:
-    """A rank's sequences of which not every token counts, and what the summed loss of all ranks is divided by."""
-
-    tokens: Tensor
-    targets: Tensor
-    counted: float
-
-
-@dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of a step and of the run. The global order of sequences does not depend on the number of ranks."""
+    """Sizes of the steps and of the run. The global order of sequences does not depend on the number of ranks."""
 
+    # Its accumulation is that of the largest batch.
     layout: Layout
     seq_len: int
-    steps: int
+    phases: tuple[BatchPhase, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.phases[-1].end
 
     @property
     def sequences_per_rank(self) -> int:
+        """In the largest batch."""
         return self.layout.micro_batch * self.layout.accumulation
 
     @property
     def tokens_per_step(self) -> int:
+        """In the largest batch."""
         return self.layout.sequences_per_step * self.seq_len
 
-    @property
-    def total_tokens(self) -> int:
-        return self.steps * self.tokens_per_step
+    def batch_tokens(self, tokens: int) -> int:
+        """Tokens of the step that begins after `tokens`."""
+        return next(phase.batch_tokens for phase in reversed(self.phases) if phase.start <= tokens)
 
-    def step_tokens(self, step: int) -> int:
-        """Tokens of step number `step`, from 0."""
-        return self.tokens_per_step
+    def step_size(self, step: int, tokens: int) -> tuple[int, int]:
+        """Tokens and sequences of step number `step` (from 0), which begins after `tokens`."""
+        batch = self.batch_tokens(tokens)
+        return batch, batch // self.seq_len
 
     def schedule_position(self, step: int, tokens: int) -> tuple[int, int]:
         """How far the learning rate's schedule is after step number `step`, and how long it is, in tokens."""
-        return tokens + self.step_tokens(step), self.total_tokens
+        return tokens + self.batch_tokens(tokens), self.total_tokens
 
-    def indexes(self, sequences_done: int, data_rank: int) -> npt.NDArray[np.int64]:
-        """Global sequence numbers of this rank for the step that begins at `sequences_done`."""
-        start = sequences_done + data_rank * self.sequences_per_rank
-        return np.arange(start, start + self.sequences_per_rank, dtype=np.int64)
+    def tokens_after(self, tokens: int, steps: int) -> int:
+        """Position of a run that is at `tokens`, `steps` steps later."""
+        for phase, following in itertools.zip_longest(self.phases, self.phases[1:]):
+            if following is None:
+                return tokens + steps * phase.batch_tokens
+            count = min(steps, max(0, -(-(following.start - tokens) // phase.batch_tokens)))
+            tokens, steps = tokens + count * phase.batch_tokens, steps - count
+        raise AssertionError("a plan has phases")
+
+    def indexes(self, sequences_done: int, data_rank: int, tokens: int = 0) -> npt.NDArray[np.int64]:
+        """Global sequence numbers of this rank for the step that begins at `sequences_done`, after `tokens`."""
+        count = self.batch_tokens(tokens) // self.seq_len // self.layout.data
+        start = sequences_done + data_rank * count
+        return np.arange(start, start + count, dtype=np.int64)
 
 
 def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
-    step_tokens = layout.sequences_per_step * recipe.data.seq_len
-    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // step_tokens)
-    return BatchPlan(layout, recipe.data.seq_len, steps)
+    batch_tokens = recipe.data.batch_tokens or layout.sequences_per_step * recipe.data.seq_len
+    return BatchPlan(layout, recipe.data.seq_len, batch_phases(recipe, batch_tokens))
 
 
 class BatchReader:
     """Batches from a position of the stream on, already on the device."""
 
-    def __init__(self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, documents: bool) -> None:
+    def __init__(
+        self, stream: Any, plan: BatchPlan, world: World, progress: tuple[int, int], *, documents: bool
+    ) -> None:
+        """`progress`: tokens and sequences before the first batch."""
         self._device, self._documents = world.device, documents
+        tokens, sequences = progress
 
-        def counted(indexes: npt.NDArray[np.int64]) -> float:
-            """Of the step's whole batch: every rank computes the same number from the marks alone."""
-            first = int(indexes[0]) - world.data_rank * len(indexes)
-            return float(max(1, stream.counted(np.arange(first, first + plan.layout.data * len(indexes)))))
+        def indexes(number: int) -> npt.NDArray[np.int64]:
+            position = plan.tokens_after(tokens, number)
+            return plan.indexes(sequences + (position - tokens) // plan.seq_len, world.data_rank, position)
 
-        self._marked = not stream.counts_all
         self._loader = Loader(
             stream,
-            lambda n: plan.indexes(sequences_done + n * plan.layout.sequences_per_step, world.data_rank),
+            indexes,
             pin=world.cuda,
             documents=documents,
-            counted=counted if self._marked else None,
         )
 
     def __next__(self) -> Batch:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
-        if self._marked:
-            tokens, documents, targets, counted = item
-            batch = MarkedBatch(self._move(tokens), self._move(targets), counted)
-            return batch, None if documents is None else self._move(documents)
         arrays = item if self._documents else (item,)
-        tokens, *documents = map(self._move, arrays)
+        tokens, *documents = (torch.from_numpy(array).to(self._device, non_blocking=True).long() for array in arrays)
         return tokens, documents[0] if documents else None
-
-    def _move(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True).long()
 
     @property
     def wait_seconds(self) -> float:
@@ -120,9 +128,9 @@ class BatchReader:
         self._loader.close()
 
 
-def cut(tokens: Tensor, documents: Tensor | None, world: World, targets: Tensor | None = None) -> MicroBatch:
+def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
     """Inputs and targets, one position apart; under context parallelism only this rank's positions of them."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:] if targets is None else targets
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     numbers = None if documents is None else documents[:, :-1]
     if world.layout.context > 1:
         width = inputs.shape[1] // world.layout.context

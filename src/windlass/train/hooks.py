@@ -37,9 +37,10 @@ class Progress:
     sequences: int = 0
 
     def advance(self, plan: BatchPlan) -> None:
-        self.tokens += plan.step_tokens(self.step)
+        tokens, sequences = plan.step_size(self.step, self.tokens)
         self.step += 1
-        self.sequences += plan.layout.sequences_per_step
+        self.tokens += tokens
+        self.sequences += sequences
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def open_batches(training: Training) -> BatchReader | ExampleReader:
         training.stream,
         training.plan,
         training.world,
-        training.progress.sequences,
+        (training.progress.tokens, training.progress.sequences),
         documents=training.start.step.mask_documents,
     )
 
@@ -298,7 +298,7 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
     plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
     training.say(saver.prepare(state))
-    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step).text)
+    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.total_tokens // plan.steps).text)
     if training.world.cuda and training.recipe.train.engine == "native":
         training.say(trial_step(training))
     checkpoints.timer.restart(training.step, training.tokens)

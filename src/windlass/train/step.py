@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
-from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
+from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch, cut
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
@@ -56,10 +56,14 @@ class Stepper:
         beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
-        self.clip, self.scale = recipe.optim.clip, 1.0 / plan.tokens_per_step
+        self.clip = recipe.optim.clip
+        # Of a sum over tokens in the loss; set for each batch.
+        self.scale = 1.0 / plan.tokens_per_step
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
-        self.schedule = bind_pipeline(parts, world, self._pipeline_loss)
+        # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
+        self._schedules = dict[int, Any]()
+        self.schedule = self._schedule_of(plan.layout.accumulation)
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
         options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
@@ -70,7 +74,7 @@ class Stepper:
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
 
-    def step(self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float) -> StepResult:
+    def step(self, tokens: Tensor | ExampleBatch, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
@@ -85,9 +89,7 @@ class Stepper:
             self.parts.tie.spread()
         return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing)), lr, forward)
 
-    def gradients(
-        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
-    ) -> list[tuple[Mark, Mark]] | None:
+    def gradients(self, tokens: Tensor | ExampleBatch, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         self._sums.clear()
@@ -95,12 +97,11 @@ class Stepper:
         if isinstance(tokens, ExampleBatch):
             self.scale = 1.0 / tokens.counted
             return self._run_micro_batches(tokens.micro_batches)
-        marked_targets = None
-        if isinstance(tokens, MarkedBatch):
-            self.scale, tokens, marked_targets = 1.0 / tokens.counted, tokens.tokens, tokens.targets
-        inputs, targets, numbers = cut(tokens, documents, self.world, marked_targets)
+        inputs, targets, numbers = cut(tokens, documents, self.world)
+        self.scale = 1.0 / (len(tokens) * self.world.layout.data * self.plan.seq_len)
+        self.routers.set_scale(self.scale)
         if self.schedule is not None:
-            self._run_pipeline(self.schedule.step, inputs, targets, numbers)
+            self._run_pipeline("step", inputs, targets, numbers)
             if self.parts.tie is not None:
                 self.parts.tie.collect()
             return None
@@ -126,17 +127,24 @@ class Stepper:
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
-        self._run_pipeline(self.schedule.eval, inputs, targets, numbers)
+        self._run_pipeline("eval", inputs, targets, numbers)
         return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
 
-    def _run_pipeline(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
+    def _schedule_of(self, micro_batches: int) -> Any:
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = bind_pipeline(self.parts, self.world, self._pipeline_loss, micro_batches)
+        return self._schedules[micro_batches]
+
+    def _run_pipeline(self, method: str, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
         """Every stage gets the document numbers; the one with the head also the targets, as input and for the loss."""
+        micro_batches = len(inputs) // self.plan.layout.micro_batch
+        run = getattr(self._schedule_of(micro_batches), method)
         keywords = {} if numbers is None else {"documents": numbers}
         if self.parts.num_stages - 1 in self.parts.stages:
             keywords |= {"targets": targets, "target": targets}
         run(*((inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
         # Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch.
-        del self._sums[: -self.plan.layout.accumulation]
+        del self._sums[:-micro_batches]
 
     def _pipeline_loss(self, sums: Tensor, target: Tensor) -> Tensor:
         self._sums.append(sums.detach())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.config import Recipe
+from windlass.config.ramp import BatchPhase
 from windlass.config.tune import EXAMPLE_TASKS, TuneConfig
 from windlass.data.example_batches import (
     IGNORED,
@@ -45,8 +46,9 @@ class ExamplePlan(BatchPlan):
 
     order: ExampleOrder
 
-    def step_tokens(self, step: int) -> int:
-        return int(self.order.lengths[self.order.step(step)].sum())
+    def step_size(self, step: int, tokens: int) -> tuple[int, int]:
+        chosen = self.order.step(step)
+        return int(self.order.lengths[chosen].sum()), len(chosen)
 
     @property
     def total_tokens(self) -> int:
@@ -124,7 +126,8 @@ def open_encoder(recipe: Recipe) -> tuple[Callable[..., Any], int]:
 def example_plan(recipe: Recipe, layout: Layout, order: ExampleOrder) -> ExamplePlan:
     assert recipe.tune is not None
     steps = recipe.train.steps or math.ceil(recipe.tune.epochs * order.steps_per_epoch)
-    return ExamplePlan(layout, recipe.data.seq_len, steps, order)
+    phase = BatchPhase(0, recipe.tune.batch * recipe.data.seq_len, steps)
+    return ExamplePlan(layout, recipe.data.seq_len, (phase,), order)
 
 
 class ExampleReader:

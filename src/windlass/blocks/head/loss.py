@@ -1,6 +1,4 @@
-"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together.
-
-A target of IGNORED does not count."""
+"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -10,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # as in torch's cross-entropy
 # Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits.
 ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -24,8 +21,7 @@ def entropy_sums(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     """(loss to descend, cross-entropy) of full fp32 logits (tokens, vocabulary)."""
     # torch's own cross-entropy: one pass forward and one back, where logsumexp and its backward take four.
     entropy = F.cross_entropy(logits, targets, reduction="sum")
-    counted = targets != IGNORED
-    total = entropy + z_loss * (torch.logsumexp(logits, -1).pow(2) * counted).sum() if z_loss else entropy
+    total = entropy + z_loss * torch.logsumexp(logits, -1).pow(2).sum() if z_loss else entropy
     return torch.stack((total, entropy.detach()))
 
 
@@ -44,11 +40,10 @@ def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> 
     column = torch.arange(wide.shape[1], device=wide.device)
     wide = torch.where(column < vocab, wide, float("-inf"))
     lse = torch.logsumexp(wide, -1, keepdim=True)
-    counted = (targets != IGNORED)[:, None]
-    entropy = torch.where(counted, lse - wide.gather(1, targets.clamp(min=0)[:, None]), 0.0).sum()
-    total = entropy + z_loss * (lse.pow(2) * counted).sum()
+    entropy = (lse - wide.gather(1, targets[:, None])).sum()
+    total = entropy + z_loss * lse.pow(2).sum()
     probability = torch.exp(wide - lse)
-    slope = probability * ((1 + 2 * z_loss * lse) * counted) - (column == targets[:, None]).to(wide.dtype)
+    slope = probability * (1 + 2 * z_loss * lse) - (column == targets[:, None]).to(wide.dtype)
     return total, entropy, slope.to(logits.dtype)
 
 

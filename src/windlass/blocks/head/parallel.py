@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from windlass.blocks.divide import by_rows, first_row
-from windlass.blocks.head.loss import IGNORED, ChunkedLoss
+from windlass.blocks.head.loss import ChunkedLoss
 from windlass.blocks.head.module import OutputHead
 from windlass.blocks.initial_values import local_tensor
 
@@ -60,7 +60,6 @@ def divided_terms(
     both = torch.stack((exponent.sum(-1), torch.where(hit, wide, 0.0).sum(-1)))
     dist.all_reduce(both, group=group)
     lse = top + both[0][:, None].log()
-    counted = (targets != IGNORED)[:, None]
-    entropy = torch.where(counted[:, 0], lse.squeeze(1) - both[1], 0.0).sum()
-    slope = exponent / both[0][:, None] * ((1 + 2 * z_loss * lse) * counted) - hit.to(wide.dtype)
-    return entropy + z_loss * (lse.pow(2) * counted).sum(), entropy, slope.to(logits.dtype)
+    entropy = (lse.squeeze(1) - both[1]).sum()
+    slope = exponent / both[0][:, None] * (1 + 2 * z_loss * lse) - hit.to(wide.dtype)
+    return entropy + z_loss * lse.pow(2).sum(), entropy, slope.to(logits.dtype)

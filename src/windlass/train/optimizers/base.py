@@ -83,7 +83,10 @@ class Optimizer:
                 name,
                 parameter,
                 parameter.detach().to(torch.float32, copy=True).to(host) if master else None,
-                {n: torch.zeros_like(parameter, dtype=dtype, device=host, requires_grad=False) for n in spec.moments},
+                {
+                    n: torch.zeros_like(parameter, dtype=dtype, device=host, requires_grad=False)
+                    for n in spec.moments_of(name, parameter.shape)
+                },
                 config.weight_decay if decays(name, parameter, undecayed) else 0.0,
             )
             for name, parameter in named
