@@ -91,11 +91,12 @@ def alone() -> Any:
         tied: bool = False,
         documents: bool = False,
         layers: int = 4,
+        goldfish: bool = False,
         steps: int = STEPS,
     ) -> Any:
         torch.set_num_threads(1)
         micro_batch = 4 if tied or documents else 16
-        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents, layers).train()
+        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents, layers, goldfish).train()
 
     return get
 
@@ -158,9 +159,11 @@ class Parity:
     documents: bool = False
     """Two documents in a sequence, the z-loss and validation: what each layout must bring together in its own way."""
     layers: int = 4
+    goldfish: bool = False
 
     def recipe(self, **changes: Any) -> Recipe:
         masked = {"documents": True, "train": {"z_loss": 1e-2}} if self.documents else {}
+        masked = {"train": {"z_loss": 1e-2, "goldfish_k": 4, "goldfish_h": 6}} if self.goldfish else masked
         shape = {"tied": self.tied, "model": {"layers": self.layers}}
         options = {**shape, "micro_batch": self.micro, **masked, **self.layout, **changes}
         return make_recipe(self.optimizer, self.family, **options)
@@ -169,7 +172,7 @@ class Parity:
         return train_here(self.recipe(), self.documents)
 
     def __str__(self) -> str:
-        kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents]
+        kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents, "goldfish" * self.goldfish]
         kind += [f"{self.layers} layers"] if self.layers != 4 else []
         sizes = [f"{key}={value}" for key, value in self.layout.items()]
         return "-".join([f"{self.world}x{self.micro}", *filter(None, kind), *sizes])
@@ -233,6 +236,9 @@ CASES = [
     Parity(4, 4, {"shard": "full", "tensor": 2}, family="qwen3_moe"),
     Parity(4, 2, {"shard": "zero1", "pipeline": 2}, family="olmoe"),
     Parity(2, 8, {"shard": "full", "context": 2, "train": {"recompute": "selective"}}, family="qwen3_moe"),
+    # The counted tokens of the whole batch divide the loss.
+    Parity(4, 2, {"shard": "full", "tensor": 2}, goldfish=True),
+    Parity(4, 2, {"shard": "none", "context": 2, "pipeline": 2}, goldfish=True),
     # Muon needs whole matrices: of shards, of copies (each orthogonalised once), of heads and of stacked experts.
     Parity(4, 4, {"shard": "full"}, "muon"),
     Parity(4, 4, {"shard": "none"}, "muon"),
@@ -271,7 +277,10 @@ def by_world(case: Parity) -> Any:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", map(by_world, CASES))
 def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> None:
-    compare(curves(case), alone(case.optimizer, case.family, case.tied, case.documents, case.layers))
+    compare(
+        curves(case),
+        alone(case.optimizer, case.family, case.tied, case.documents, case.layers, case.goldfish),
+    )
 
 
 def reductions(buckets: list[int | None]) -> list[int]:

@@ -101,7 +101,9 @@ def muon_by_hand(gradients: list[torch.Tensor], weight: torch.Tensor, config: Op
 
 
 @pytest.mark.parametrize("device_path", [False, True])
-@pytest.mark.parametrize(("name", "by_hand"), [("muon", muon_by_hand), ("lion", lion_by_hand), ("ademamix", ademamix_by_hand)])
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [("muon", muon_by_hand), ("lion", lion_by_hand), ("ademamix", ademamix_by_hand)]
+)
 def test_equals_the_papers_formulas(
     name: str, by_hand: Any, device_path: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

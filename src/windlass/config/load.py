@@ -305,6 +305,14 @@ def check(recipe: Recipe) -> None:
                 f"{key} ({batch:,}) is not a multiple of data.seq_len ({data.seq_len:,}); nearest valid: {valid}"
             )
     problems += ramp_problems(data)
+    train = recipe.train
+    if train.goldfish_k == 1:
+        problems.append("train.goldfish_k (1) leaves every token out of the loss; at least 2, or 0 for none")
+    if train.goldfish_k and train.goldfish_h >= data.seq_len:
+        most = data.seq_len - 1
+        problems.append(f"train.goldfish_h ({train.goldfish_h:,}) is not below data.seq_len; at most {most:,}")
+    if train.goldfish_k and train.objective != "next_token":
+        problems.append(f"train.goldfish_k: only with train.objective = next_token, not {train.objective}")
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")

@@ -134,6 +134,11 @@ class TrainConfig(Table):
     """Tokens per chunk of the chunked loss."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-normalizer added to the loss; 0: off."""
+    goldfish_k: NonNegativeInt = 0
+    """Leave about every k-th token out of the loss, always the same ones after the same text, so that it is not learned
+    by heart (Goldfish loss); 0: off."""
+    goldfish_h: PositiveInt = 50
+    """Goldfish loss: tokens before a token that decide whether it is left out."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
     eval_every: NonNegativeInt = 0

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from windlass.config import DataConfig
 from windlass.data.conversations import COUNTED, REJECTED
-from windlass.data.example_batches import IGNORED
 from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
 from windlass.data.packing import Packing, pack_documents
 from windlass.data.shards import TokenArray, refuse_outside
@@ -43,6 +42,8 @@ class StoreStream:
         self.ledger_hash = store.ledger_hash
         self.arrays = [store.tokens(name, split) for name in names]
         self.packings: list[Packing] | None = None
+        # Preference pairs: of each document of each source, by how much the starting model prefers the chosen answer.
+        self.reference: list[npt.NDArray[np.float32]] | None = None
         if config.pack == "documents":
             self.packings = [
                 pack_documents(array.document_ends(), config.seq_len + 1, self._long(name))
@@ -127,13 +128,26 @@ class StoreStream:
                 out[row, column] &= REJECTED  # nothing before it in its window
         return out
 
-    def targets(self, indexes: npt.ArrayLike) -> Tokens:
-        """(len(indexes), seq_len) tokens to predict, IGNORED where a token does not count."""
-        return np.where(self.marks(indexes)[:, 1:] & COUNTED, self.sequences(indexes)[:, 1:], IGNORED).astype(np.int32)
+    def ignored(self, indexes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """(len(indexes), seq_len): which targets do not count."""
+        return (self.marks(indexes)[:, 1:] & COUNTED) == 0
 
-    def counted(self, indexes: npt.ArrayLike) -> int:
-        """How many targets of these sequences count."""
-        return int((self.marks(indexes)[:, 1:] & COUNTED).sum(dtype=np.int64))
+    def pairs(self, indexes: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """(len(indexes), seq_len, 3) for each target: its answer (2 x number of the pair in the sequence, + 1 for the
+        rejected one; -1 for none), the pair's number over all sources, and the bits of its reference."""
+        assert self.packings is not None and self.reference is not None
+        out = np.full((np.size(indexes), self.seq_len + 1, 3), -1, dtype=np.int32)
+        first = np.cumsum([0, *(len(packing.begins) for packing in self.packings)])
+        place, row_before = 0, -1
+        for row, column, array, start, count in self._parts(indexes):
+            place, row_before = (place + 1 if row == row_before else 0), row
+            source = next(number for number, other in enumerate(self.arrays) if other is array)
+            document = int(np.searchsorted(self.packings[source].begins, start))
+            part = out[row, column : column + count]
+            part[:, 0] = 2 * place + (array.marks(start, count) & REJECTED > 0)
+            part[:, 1] = first[source] + document
+            part[:, 2] = self.reference[source][document].view(np.int32)
+        return out[:, 1:]
 
     def packing_line(self) -> str:
         """How full the windows are and what was left out, for a log; empty without packing."""
@@ -194,6 +208,11 @@ class SyntheticStream:
 Stream = StoreStream | SyntheticStream
 
 
+def pair_count(pairs: npt.NDArray[np.int32]) -> int:
+    """How many preference pairs the sequences of `StoreStream.pairs` hold."""
+    return int((pairs[..., 0].max(axis=1, initial=-1) // 2 + 1).sum())
+
+
 def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None) -> Stream:
     """The stream of a recipe's `[data]` table; refuses what does not fit before any token is read."""
     if config.store is None:
@@ -224,9 +243,9 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
-    iterator ends it. With `documents` each item is a pair (tokens, document ids); with `counted` it is (tokens,
-    document ids or None, targets, what `counted` says of the indexes). With `pin` the arrays lie in page-locked memory,
-    so that copies to the device can overlap; without a GPU it changes nothing.
+    iterator ends it. With `documents` each item is a pair (tokens, document ids); of a stream in which not every token
+    counts it is (tokens, document ids or None, ignored targets). With `pin` the arrays lie in page-locked memory, so that
+    copies to the device can overlap; without a GPU it changes nothing.
     """
 
     def __init__(
@@ -237,9 +256,8 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
         prefetch: int = 2,
         pin: bool = False,
         documents: bool = False,
-        counted: Callable[[Any], float] | None = None,
     ) -> None:
-        self.stream, self.documents, self.counted = stream, documents, counted
+        self.stream, self.documents = stream, documents
         self.wait_seconds = self.last_wait_seconds = 0.0  # that all calls of `next`, and the last one, have waited
         self._settle = pinned if pin else np.asarray
         self._stopped = False
@@ -269,8 +287,9 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
                 tokens = self._settle(self.stream.sequences(indexes))
                 documents = self._settle(self.stream.document_ids(indexes)) if self.documents else None
                 item: Any = tokens if documents is None else (tokens, documents)
-                if self.counted is not None and isinstance(self.stream, StoreStream):
-                    item = (tokens, documents, self._settle(self.stream.targets(indexes)), self.counted(indexes))
+                if isinstance(self.stream, StoreStream) and not self.stream.counts_all:
+                    pairs = () if self.stream.reference is None else (self.stream.pairs(indexes),)
+                    item = (tokens, documents, self.stream.ignored(indexes), *pairs)
                 self._queue.put(item)
                 if self._stopped:
                     return

@@ -9,14 +9,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from windlass.blocks.head.loss import IGNORED
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase, batch_phases
-from windlass.data.stream import Loader
+from windlass.data.stream import Loader, pair_count
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
 
 # Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.
-Batch = tuple[Tensor, Tensor | None]
+Batch = tuple["Tensor | MarkedBatch", Tensor | None]
 
 
 # What a model gets: tokens, targets, and the document number (or segment) of each token.
@@ -29,6 +30,17 @@ class ExampleBatch:
 
     micro_batches: list[MicroBatch]
     counted: float
+
+
+@dataclass(frozen=True)
+class MarkedBatch:
+    """A rank's sequences, and which of their targets (sequences, seq_len) do not count. Preference pairs: also
+    `StoreStream.pairs`, and the number of pairs."""
+
+    tokens: Tensor
+    ignored: Tensor
+    pairs: Tensor | None = None
+    pair_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,9 +128,15 @@ class BatchReader:
     def __next__(self) -> Batch:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
-        arrays = item if self._documents else (item,)
-        tokens, *documents = (torch.from_numpy(array).to(self._device, non_blocking=True).long() for array in arrays)
-        return tokens, documents[0] if documents else None
+        arrays = item if isinstance(item, tuple) else (item,)
+        moved = [None if a is None else torch.from_numpy(a).to(self._device, non_blocking=True) for a in arrays]
+        tokens, documents, ignored, pairs = (*moved, None, None, None)[:4]
+        numbers = None if documents is None else documents.long()
+        if ignored is None:
+            return tokens.long(), numbers
+        if pairs is None:
+            return MarkedBatch(tokens.long(), ignored), numbers
+        return MarkedBatch(tokens.long(), ignored, pairs.long(), pair_count(arrays[3])), numbers
 
     @property
     def wait_seconds(self) -> float:
@@ -128,9 +146,13 @@ class BatchReader:
         self._loader.close()
 
 
-def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them."""
+def cut(
+    tokens: Tensor, documents: Tensor | None, world: World, ignored: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them. Targets
+    that are `ignored` (sequences, seq_len) do not count in the loss."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    targets = targets if ignored is None else targets.masked_fill(ignored, IGNORED)
     numbers = None if documents is None else documents[:, :-1]
     if world.layout.context > 1:
         width = inputs.shape[1] // world.layout.context

@@ -7,6 +7,7 @@ same way."""
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
 from windlass.train.adapters import add_adapters
 from windlass.train.mesh import World
+from windlass.train.objectives.prefer import preference_loss
 from windlass.train.tie import Tie, find_tie
 from windlass.units import print_bytes
 
@@ -121,6 +123,10 @@ def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World,
         module.z_loss = step.z_loss
         notes.append("loss: plain (a Hugging Face model returns full logits)")
     if module.head is None:
+        return
+    if recipe.tune is not None and recipe.tune.task == "prefer":
+        module.head.loss = partial(preference_loss, beta=recipe.tune.beta, chunk=step.loss_chunk)
+        notes.append(f"loss: preference of answers (DPO, beta {recipe.tune.beta:g})")
         return
     module.head.loss = OBJECTIVES.load(recipe.train.objective).loss_function(step)
     tokens = world.layout.micro_batch * step.seq_len // world.layout.context

@@ -16,9 +16,11 @@ from torch import Tensor
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
-from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch, cut
+from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
+from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
+from windlass.train.objectives.prefer import FURTHER_MEANS
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 from windlass.train.routers import Routers
@@ -38,6 +40,8 @@ class StepResult:
     forward: list[tuple[Mark, Mark]] | None
     # How long the step waited for its batch.
     data_seconds: float = 0.0
+    # Names of further means that the objective reports, at the end of `values`.
+    further: tuple[str, ...] = ()
 
     def forward_seconds(self) -> float | None:
         """On a GPU only when the step is done: its events are read long after."""
@@ -58,7 +62,10 @@ class Stepper:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
         self.clip = recipe.optim.clip
         # Of a sum over tokens in the loss; set for each batch.
-        self.scale = 1.0 / plan.tokens_per_step
+        self.scale: float | Tensor = 1.0 / plan.tokens_per_step
+        self.goldfish = recipe.train.goldfish_k, recipe.train.goldfish_h
+        prefers = recipe.tune is not None and recipe.tune.task == "prefer"
+        self.further = FURTHER_MEANS if prefers else ()
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
         # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
@@ -67,18 +74,18 @@ class Stepper:
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
         options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
-        self.routers = Routers(parts, world, self.scale)
+        self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
 
-    def step(self, tokens: Tensor | ExampleBatch, documents: Tensor | None, lr: float) -> StepResult:
+    def step(self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
-        (loss, norm, auxiliary), routed = self._reduce()
+        (loss, norm, auxiliary), further, routed = self._reduce()
         self.beat("update")
         scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
         reason = self.guard.judge(loss, norm)
@@ -87,9 +94,12 @@ class Stepper:
         routing = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
-        return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing)), lr, forward)
+        values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing, *further))
+        return StepResult(values, lr, forward, further=self.further)
 
-    def gradients(self, tokens: Tensor | ExampleBatch, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
+    def gradients(
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
+    ) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         self._sums.clear()
@@ -97,9 +107,23 @@ class Stepper:
         if isinstance(tokens, ExampleBatch):
             self.scale = 1.0 / tokens.counted
             return self._run_micro_batches(tokens.micro_batches)
-        inputs, targets, numbers = cut(tokens, documents, self.world)
-        self.scale = 1.0 / (len(tokens) * self.world.layout.data * self.plan.seq_len)
-        self.routers.set_scale(self.scale)
+        ignored: Tensor | None = None
+        pairs: Tensor | None = None
+        count = 0
+        if isinstance(tokens, MarkedBatch):
+            tokens, ignored, pairs, count = tokens.tokens, tokens.ignored, tokens.pairs, tokens.pair_count
+        _, batch_tokens = self._batch_size(tokens)
+        self.routers.set_scale(1.0 / batch_tokens)
+        self.scale = 1.0 / batch_tokens
+        if self.goldfish[0]:
+            chosen = left_out(tokens, *self.goldfish)
+            ignored = chosen if ignored is None else ignored | chosen
+        if ignored is not None:
+            self.scale = self._counted(ignored, batch_tokens).clamp(min=1).reciprocal()
+        inputs, targets, numbers = cut(tokens, documents, self.world, ignored)
+        if pairs is not None:  # the mean is that of pairs
+            total = self.world.sum_(torch.tensor(float(count), device=self.world.device))
+            self.scale, targets = total.clamp(min=1).reciprocal(), torch.cat((targets[..., None], pairs), -1)
         if self.schedule is not None:
             self._run_pipeline("step", inputs, targets, numbers)
             if self.parts.tie is not None:
@@ -123,6 +147,17 @@ class Stepper:
             self.beat("backward")
             (sums[0] * self.scale).backward()
         return forward
+
+    def _batch_size(self, tokens: Tensor) -> tuple[int, int]:
+        """Micro-batches of this rank's sequences, and tokens of the whole step."""
+        sequences = len(tokens)
+        return sequences // self.plan.layout.micro_batch, sequences * self.world.layout.data * self.plan.seq_len
+
+    def _counted(self, ignored: Tensor, batch_tokens: int) -> Tensor:
+        """Tokens of the whole batch that are not ignored; every rank of a data group holds the same sequences."""
+        layout = self.world.layout
+        copies = layout.tensor * layout.context * layout.pipeline
+        return (batch_tokens - self.world.sum_(ignored.sum(dtype=torch.float64)) / copies).to(torch.float32)
 
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
@@ -150,8 +185,9 @@ class Stepper:
         self._sums.append(sums.detach())
         return sums[0] * self.scale
 
-    def _reduce(self) -> tuple[Tensor, Tensor]:
-        """(loss, gradient norm, auxiliary loss) and the sums of routers, over all ranks by one small reduction."""
+    def _reduce(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, gradient norm, auxiliary loss), further means and the sums of routers, over all ranks by one small
+        reduction."""
         device = self.world.device
         square, gradients = torch.zeros((), dtype=torch.float32, device=device), self.optimizer.gradients()
         for count in sorted(set(self.replication)):  # each number counts once over all ranks that hold it
@@ -159,12 +195,13 @@ class Stepper:
             if group := [gradient for gradient in held if gradient.numel()]:
                 norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))
                 square = square + norms.to(device).square().sum() / count
-        sums = torch.zeros(2, device=device)
+        sums = torch.zeros(2 + len(self.further), device=device)
         if self._sums and self.world.counts_loss:
             sums = torch.stack(self._sums).sum(0) * self.scale
-        own = torch.stack((sums[1], square, sums[0] - sums[1]))
-        total, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3,))
-        return torch.stack((total[0], total[1].sqrt(), total[2])), routed
+        own = torch.stack((sums[1], square, sums[0] - sums[1], *sums[2:]))
+        count = len(own)
+        total, further, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3, count))
+        return torch.stack((total[0], total[1].sqrt(), total[2])), further, routed
 
 
 def replication(parameter: Any, world: World) -> float:

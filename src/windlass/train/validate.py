@@ -103,7 +103,7 @@ class Validator:
         self.world.sum_(totals)
         tokens = [len(part.indexes) * self.recipe.data.seq_len for part in self.held]
         if not self.stream.counts_all:
-            tokens = [max(1, self.stream.counted(part.indexes)) for part in self.held]
+            tokens = [max(1, int((~self.stream.ignored(part.indexes)).sum())) for part in self.held]
         return combine(self.held, [total / count for total, count in zip(totals.tolist(), tokens, strict=True)])
 
     def _batch(self, indexes: Ints) -> Tensor:
@@ -111,10 +111,11 @@ class Validator:
         numbers = indexes[self.world.data_rank * self._per_rank :][: self._per_rank]
         arrays = [self.stream.sequences(numbers)]
         arrays += [self.stream.document_ids(numbers)] if self.recipe.data.masks_documents else []
-        arrays += [] if self.stream.counts_all else [self.stream.targets(numbers)]
-        tokens, *others = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
-        documents = others.pop(0) if self.recipe.data.masks_documents else None
-        batch = cut(tokens, documents, self.world, *others)
+        tokens, *documents = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
+        ignored = None
+        if not self.stream.counts_all:
+            ignored = torch.from_numpy(self.stream.ignored(numbers)).to(self.world.device)
+        batch = cut(tokens, documents[0] if documents else None, self.world, ignored)
         run = self.parts.modules[0] if self.stepper.schedule is None else self.stepper.pipeline_sums
         loss = run(*batch)[1].double()
         return loss if self.world.counts_loss else torch.zeros_like(loss)

@@ -1,4 +1,7 @@
-"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
+"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together.
+
+A target below 0 (`IGNORED`) counts nowhere.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -7,6 +10,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+IGNORED = -1
 
 # Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits.
 ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -20,8 +25,10 @@ def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: i
 def entropy_sums(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     """(loss to descend, cross-entropy) of full fp32 logits (tokens, vocabulary)."""
     # torch's own cross-entropy: one pass forward and one back, where logsumexp and its backward take four.
-    entropy = F.cross_entropy(logits, targets, reduction="sum")
-    total = entropy + z_loss * torch.logsumexp(logits, -1).pow(2).sum() if z_loss else entropy
+    entropy = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    total = entropy
+    if z_loss:
+        total = total + z_loss * torch.where(targets >= 0, torch.logsumexp(logits, -1).pow(2), 0.0).sum()
     return torch.stack((total, entropy.detach()))
 
 
@@ -40,11 +47,12 @@ def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> 
     column = torch.arange(wide.shape[1], device=wide.device)
     wide = torch.where(column < vocab, wide, float("-inf"))
     lse = torch.logsumexp(wide, -1, keepdim=True)
-    entropy = (lse - wide.gather(1, targets[:, None])).sum()
-    total = entropy + z_loss * lse.pow(2).sum()
+    counted = targets[:, None] >= 0
+    entropy = torch.where(counted, lse - wide.gather(1, targets[:, None].clamp(min=0)), 0.0).sum()
+    total = entropy + z_loss * torch.where(counted, lse.pow(2), 0.0).sum()
     probability = torch.exp(wide - lse)
     slope = probability * (1 + 2 * z_loss * lse) - (column == targets[:, None]).to(wide.dtype)
-    return total, entropy, slope.to(logits.dtype)
+    return total, entropy, torch.where(counted, slope, 0.0).to(logits.dtype)
 
 
 @cache
