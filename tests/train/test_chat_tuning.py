@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.train.chat_store import conversation, make_store, recipe_table
+from tests.train.chat_store import conversation, make_store, pair, recipe_table
 from tests.train.helpers import build, new_run, run_here, steps
 from torch import nn
 
@@ -18,9 +20,11 @@ from windlass.config import Recipe
 from windlass.convert.config_json import config_json, format_of
 from windlass.convert.source import find_source, load_model
 from windlass.convert.weights import open_weights
-from windlass.errors import ConfigError
+from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.files import read_json_lines
 from windlass.runs.folder import Run
 from windlass.train.loop import open_batches
+from windlass.train.preference import attach_reference
 
 
 @pytest.fixture(scope="module")
@@ -66,29 +70,53 @@ def test_ignored_targets_do_not_count_in_any_loss(z_loss: float) -> None:
     assert torch.allclose(results[0][1], results[1][1], atol=1e-6)
 
 
-def test_the_loss_of_packed_conversations_is_that_of_trl(store: Path, tmp_path: Path) -> None:
-    """All conversations in one step, packed by us; padded, one per row, with the assistant masks of TRL's collator there."""
-    from transformers import AutoTokenizer
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+def batch_of_trl(trainer: Any) -> Any:
+    """The trainer's batch of everything, and its loss on it."""
+    (batch,) = trainer.get_train_dataloader()
+    items = (batch["labels"] != -100).sum() if "labels" in batch else None
+    with torch.no_grad():
+        return float(trainer.compute_loss(trainer.model.eval(), dict(batch), num_items_in_batch=items))
 
-    count = int(build(chat(store)).stream.mixture.windows[0])
-    recipe = chat(store, data={"batch_tokens": count * 96}, layout={"micro_batch": count})
+
+def trl_options(folder: Path, **options: Any) -> dict[str, Any]:
+    common = {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": True,
+        "report_to": "none",
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    return {**common, "per_device_train_batch_size": 1000, "dataloader_pin_memory": False, **options}
+
+
+def all_at_once(store: Path, task: dict[str, Any], **tables: Any) -> Recipe:
+    """A recipe whose step holds every sequence of the source `chat`."""
+    table = recipe_table(store, task, data={"mix": {"chat": 1.0}}, **tables)
+    count = int(build(Recipe.model_validate(table)).stream.mixture.windows[0])
+    table["data"]["batch_tokens"], table["layout"]["micro_batch"] = count * 96, count
+    return Recipe.model_validate(table)
+
+
+@pytest.mark.slow  # importing TRL takes half a minute
+def test_the_loss_of_packed_conversations_is_that_of_trl(store: Path, tmp_path: Path) -> None:
+    """All conversations in one step: packed by us; padded, one per row, by TRL."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from transformers import AutoTokenizer
+
+    recipe = all_at_once(store, {"task": "chat"})
     training = build(recipe)
     theirs = in_transformers(recipe, training.parts.modules[0], tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(store.parent / "tokenizer")
-    rows = [
-        tokenizer.apply_chat_template(conversation(i)["messages"], return_assistant_tokens_mask=True, return_dict=True)
-        for i in range(60)
+    talks = [conversation(i) for i in range(60)]
+    short = [
+        t for t in talks if len(tokenizer.apply_chat_template(t["messages"], tokenize=True, return_dict=False)) <= 97
     ]
-    left_out = sum(len(row["input_ids"]) > 97 for row in rows)
-    rows = [{k: list(row[k]) for k in ("input_ids", "assistant_masks")} for row in rows if len(row["input_ids"]) <= 97]
-    batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
-    items = (batch["labels"] != -100).sum()
-    with torch.no_grad():
-        expected = theirs(**batch, num_items_in_batch=items).loss
-    assert steps(training, 1)[0][0] == pytest.approx(float(expected), rel=1e-5)
-    line = training.stream.packing_line()
-    assert (f"{left_out:,} longer" in line) == bool(left_out), line
+    options = trl.SFTConfig(**trl_options(tmp_path, assistant_only_loss=True, max_length=None))
+    trainer = trl.SFTTrainer(
+        theirs, options, train_dataset=datasets.Dataset.from_list(short), processing_class=tokenizer
+    )
+    assert steps(training, 1)[0][0] == pytest.approx(batch_of_trl(trainer), rel=1e-5)
+    assert f"{60 - len(short):,} longer than data.seq_len left out" in training.stream.packing_line()
 
 
 def test_a_mix_with_texts_counts_every_token_of_them(store: Path) -> None:
@@ -96,9 +124,9 @@ def test_a_mix_with_texts_counts_every_token_of_them(store: Path) -> None:
     batches = open_batches(training)
     batch, documents = next(batches)
     batches.close()
-    assert documents is not None and batch.counted == int((batch.targets != IGNORED).sum())  # type: ignore[union-attr]
+    assert documents is not None and batch.ignored.shape == (8, 96)  # type: ignore[union-attr]
     source, _ = training.stream.identity(range(8))
-    shares = (batch.targets != IGNORED).float().mean(1)  # type: ignore[union-attr]
+    shares = (~batch.ignored).float().mean(1)  # type: ignore[union-attr]
     names = training.stream.sources
     assert min(shares[source == names.index("web")]) > 0.8 > max(shares[source == names.index("chat")])
 
@@ -175,3 +203,70 @@ def test_adapters_of_a_transformers_model_compute_what_peft_does(store: Path, tm
     tokens = torch.randint(0, 300, (2, 20))
     with torch.no_grad():
         assert torch.allclose(model.eval()(tokens), theirs.eval()(tokens).logits, atol=1e-5)
+
+
+# -- preference pairs ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("pairs"), 24, pairs=True)
+
+
+@pytest.mark.slow
+def test_the_loss_of_pairs_is_that_of_trl(pair_store: Path, tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from transformers import AutoTokenizer
+
+    recipe = all_at_once(pair_store, {"task": "prefer", "beta": 0.3})
+    training = replace(build(recipe), run=new_run(tmp_path / "run"))
+    reference = in_transformers(recipe, training.parts.modules[0], tmp_path)
+    attach_reference(training)
+    assert steps(training, 1)[0][0] == pytest.approx(math.log(2), rel=1e-6)  # the policy is the reference
+    steps(training, 2)
+    policy = in_transformers(recipe, training.parts.modules[0], tmp_path)
+    rows = [pair(i) for i in range(24)]
+    rows = [{**row, **{k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")}} for row in rows]
+    left_out = training.stream.packings[0].left_out  # type: ignore[index]
+    assert left_out == 0
+    options = trl.DPOConfig(**trl_options(tmp_path, beta=0.3, max_length=None, disable_dropout=True))
+    tokenizer = AutoTokenizer.from_pretrained(pair_store.parent / "tokenizer")
+    data = datasets.Dataset.from_list(rows)
+    trainer = trl.DPOTrainer(policy, ref_model=reference, args=options, train_dataset=data, processing_class=tokenizer)
+    expected = batch_of_trl(trainer)
+    batches = open_batches(training)
+    result = training.stepper.step(*next(batches), lr=0.0)
+    batches.close()
+    loss, _, _, _, margin, accuracy = result.values.tolist()
+    assert loss == pytest.approx(expected, rel=1e-5) and loss < 0.69
+    logged = {key: sum(values) / len(values) for key, values in trainer._metrics["eval"].items()}
+    assert margin == pytest.approx(logged["rewards/margins"], rel=1e-4)
+    assert accuracy == pytest.approx(logged["rewards/accuracies"])
+
+
+def test_a_resumed_preference_run_keeps_its_reference(pair_store: Path, tmp_path: Path) -> None:
+    def recipe(count: int) -> Recipe:
+        table = recipe_table(pair_store, {"task": "prefer"}, optim={"schedule": "constant"}, train={"steps": count})
+        return Recipe.model_validate(table)
+
+    run_here(recipe(6), new_run(tmp_path / "once"))
+    run_here(recipe(3), new_run(tmp_path / "twice"))
+    run_here(recipe(6), Run(tmp_path / "twice"))
+    weights = [open_weights(tmp_path / name / "checkpoints" / "step-000000006") for name in ("once", "twice")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    lines = list(read_json_lines(tmp_path / "twice" / "metrics.jsonl"))
+    assert lines[-1]["reward_accuracy"] > 0.5 and lines[-1]["reward_margin"] > 0
+    (tmp_path / "twice" / "reference.npy").unlink()
+    with pytest.raises(CheckpointError) as error:
+        run_here(recipe(9), Run(tmp_path / "twice"))
+    assert error.value.code == "tune.reference-missing"
+
+
+def test_pairs_need_a_store_of_pairs_and_packing(store: Path, pair_store: Path) -> None:
+    for folder, data, code in (
+        (store, {}, "tune.no-pairs"),
+        (pair_store, {"pack": "stream", "mask_documents": True}, "tune.pairs-not-packed"),
+    ):
+        with pytest.raises((ConfigError, DataError)) as error:
+            build(Recipe.model_validate(recipe_table(folder, {"task": "prefer"}, data=data)))
+        assert error.value.code == code

@@ -18,6 +18,7 @@ from windlass.blocks import block_part
 from windlass.blocks.attention.kernels import attention_core
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
+from windlass.blocks.head.preference import preference_loss
 from windlass.blocks.head.spec import choose_loss
 from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.norm import parallel as parallel_norm
@@ -30,7 +31,6 @@ from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
 from windlass.train.adapters import add_adapters
 from windlass.train.mesh import World
-from windlass.train.objectives.prefer import preference_loss
 from windlass.train.tie import Tie, find_tie
 from windlass.units import print_bytes
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.blocks.head.preference import pair_margins
 from windlass.config import Recipe
 from windlass.data.stream import StoreStream
 from windlass.errors import CheckpointError, ConfigError, DataError
@@ -14,7 +15,6 @@ from windlass.files import write_atomic
 from windlass.train.batches import cut
 from windlass.train.hooks import Training
 from windlass.train.mesh import World
-from windlass.train.objectives.prefer import pair_margins
 from windlass.train.validate import without_dropout
 
 REFERENCE_FILE = "reference.npy"

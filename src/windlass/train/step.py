@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from windlass.blocks.head.preference import FURTHER_MEANS
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
@@ -20,7 +21,6 @@ from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBa
 from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
-from windlass.train.objectives.prefer import FURTHER_MEANS
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 from windlass.train.routers import Routers

@@ -1,7 +1,6 @@
 """Preference of one answer over another (DPO, arXiv 2305.18290): the loss of pairs against the starting model.
 
-Targets have four numbers per token: the token, and those of `StoreStream.pairs`. Not in the registry of objectives: it is
-chosen by [tune] task = "prefer", which brings its pairs.
+Targets have four numbers per token: the token, and those of `StoreStream.pairs` in `data/stream.py`.
 """
 
 from functools import partial
