@@ -55,8 +55,8 @@ def conversation(number: int) -> dict[str, Any]:
 
 def pair(number: int) -> dict[str, Any]:
     dice = random.Random(number)
-    prompt = [{"role": "user", "content": sentence(dice)}]
-    return {"prompt": prompt, "chosen": f"zee {sentence(dice)}", "rejected": f"last {sentence(dice)}"}
+    prompt = [{"role": "user", "content": sentence(dice, 3)}]
+    return {"prompt": prompt, "chosen": f"zee {sentence(dice, 3)}", "rejected": f"last {sentence(dice, 3)}"}
 
 
 def make_tokenizer(folder: Path) -> Path:
