@@ -71,6 +71,7 @@ def make_tokenizer(folder: Path) -> Path:
 
 def make_store(folder: Path, count: int = 60, *, pairs: bool = False, texts: int = 0, validation: float = 0.0) -> Path:
     """A store of conversations or pairs, with `texts` documents of a second source `web`."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(folder / "tokenizer")
     make = pair if pairs else conversation
     (folder / "chat.jsonl").write_text("".join(json.dumps(make(i)) + "\n" for i in range(count)))
