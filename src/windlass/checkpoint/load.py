@@ -244,7 +244,7 @@ def read_adapter(folder: Path, layer: str, shapes: Mapping[str, Any]) -> torch.T
     parts = {f"{layer}.adapter.{part}": torch.empty(shapes[f"{layer}.adapter.{part}"]) for part in "ab"}
     read_tensors(CheckpointReader(folder), {"model": parts})
     a, b = parts.values()
-    return (b @ a) * (lora["alpha"] / lora["rank"])
+    return torch.mul(b @ a, lora["alpha"] / lora["rank"])
 
 
 def _add(weight: torch.Tensor, full: torch.Tensor) -> None:

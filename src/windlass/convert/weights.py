@@ -80,7 +80,7 @@ def open_weights(folder: Path) -> StoredWeights:
         shapes = {name: torch.Size(tensor.shape) for name, tensor in tensors.items()}
 
         def merged(layer: str, weight: StoredTensor) -> Tensor:
-            return (weight.read().float() + read_adapter(folder, layer, shapes)).to(weight.dtype)  # type: ignore[arg-type]
+            return (weight.read().float() + read_adapter(folder, layer, shapes)).to(weight.dtype)
 
         for layer in [name.removesuffix(".adapter.a") for name in shapes if name.endswith(".adapter.a")]:
             weight = tensors[f"{layer}.weight"]

@@ -121,6 +121,7 @@ def load_chat_template(tokenizer: Tokenizer, named: str | None = None) -> ChatTe
     config = read_json(folder / SETTINGS_FILE) or {}
     if named is not None and not Path(named).is_file():
         raise DataError("data.chat-template-missing", f"template = {named!r} is not a file", hint="name a Jinja file")
+    source: Any = None
     if (file := Path(named or folder / TEMPLATE_FILE)).is_file():
         source = file.read_text(encoding="utf-8")
     else:

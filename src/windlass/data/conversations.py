@@ -55,8 +55,8 @@ def read_messages(record: Any, form: str) -> list[Message]:
     if form == "alpaca":
         question = "\n\n".join(part for part in (record.get("instruction"), record.get("input")) if part)
         turns = [*(record.get("history") or []), (question, record.get("output"))]
-        system = [("system", record["system"])] if record.get("system") else []
-        pairs = [*system, *(pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=False))]
+        begin = [("system", record["system"])] if record.get("system") else []
+        pairs = [*begin, *(pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=False))]
         return check_order([{"role": role, "content": content} for role, content in pairs])
     key = {"messages": "messages", "sharegpt": "conversations"}.get(form)
     if key is None or not isinstance(record.get(key), list):

@@ -246,7 +246,7 @@ def _write_shard(task: TokenizeTask, pieces: list[Piece], path: Path) -> dict[st
             for piece in pieces:
                 marks = piece.marks(hashed=task.file.dedup == "exact")
                 counted += int((marks & COUNTED).sum(dtype=np.int64))
-                digest.update(marks)
+                digest.update(marks.tobytes())
                 write_fully(file, marks)
         line |= {"marks": [[line["tokens"], digest.hexdigest()]], "counted": counted}
     return line

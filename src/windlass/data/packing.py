@@ -17,6 +17,7 @@ Pattern = tuple[int, ...]  # lengths of the documents in a window, longest first
 
 def pack_lengths(counts: Ints, size: int) -> list[tuple[Pattern, int]]:
     """(lengths in a window, number of such windows) for `counts[n]` documents of n tokens each."""
+    pattern: Pattern
     groups: dict[int, list[tuple[Pattern, int]]] = {}  # free tokens -> windows that have so many left
     spaces: list[int] = []  # the keys of `groups`, sorted
 

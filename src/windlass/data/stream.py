@@ -130,7 +130,8 @@ class StoreStream:
 
     def ignored(self, indexes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """(len(indexes), seq_len): which targets do not count."""
-        return (self.marks(indexes)[:, 1:] & COUNTED) == 0
+        ignored: npt.NDArray[np.bool_] = (self.marks(indexes)[:, 1:] & COUNTED) == 0
+        return ignored
 
     def pairs(self, indexes: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """(len(indexes), seq_len, 3) for each target: its answer (2 x number of the pair in the sequence, + 1 for the

@@ -120,7 +120,7 @@ def tokenize(
         try:
             settings: dict[str, Any] = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size}
             settings |= {"eos": tokenizer.eos, **{key: getattr(file, key) for key in _SETTINGS}}
-            items = plan_items(file, files, hash_json(settings), chat and chat.template.source)
+            items = plan_items(file, files, hash_json(settings), None if chat is None else chat.template.source)
             eos, dtype = tokenizer.eos if file.add_eos else None, dtype_for(tokenizer.vocab_size)
             shared = TokenizeTask(file, settings, None, eos, dtype, target / "work", chat)
             return _tokenize(shared, tokenizer, items, task, on_progress or (lambda progress: None))

@@ -129,8 +129,10 @@ class BatchReader:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
         arrays = item if isinstance(item, tuple) else (item,)
-        moved = [None if a is None else torch.from_numpy(a).to(self._device, non_blocking=True) for a in arrays]
-        tokens, documents, ignored, pairs = (*moved, None, None, None)[:4]
+        moved: list[Any] = [
+            None if a is None else torch.from_numpy(a).to(self._device, non_blocking=True) for a in arrays
+        ]
+        tokens, documents, ignored, pairs = [*moved, None, None, None][:4]
         numbers = None if documents is None else documents.long()
         if ignored is None:
             return tokens.long(), numbers

@@ -111,7 +111,8 @@ class Stepper:
         pairs: Tensor | None = None
         count = 0
         if isinstance(tokens, MarkedBatch):
-            tokens, ignored, pairs, count = tokens.tokens, tokens.ignored, tokens.pairs, tokens.pair_count
+            ignored, pairs, count = tokens.ignored, tokens.pairs, tokens.pair_count
+            tokens = tokens.tokens
         _, batch_tokens = self._batch_size(tokens)
         self.routers.set_scale(1.0 / batch_tokens)
         self.scale = 1.0 / batch_tokens
