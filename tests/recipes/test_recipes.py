@@ -28,7 +28,7 @@ PUBLISHED = {
     "olmo3_7b_jupiter": "7.30", "olmo3_32b_jupiter": "32.2", "olmo_7b_lumi": "6.89", "openeurollm_9b_leonardo": "9.09",
     "mixtral_8x7b_jupiter": "46.7", "olmoe_7b_jupiter": "6.92", "qwen3_30b_a3b_jupiter": "30.5", "qwen3_235b_a22b_jupiter": "235",
     "gpt_oss_20b_jupiter": "20.9", "deepseek_v2_lite_jupiter": "15.7", "deepseek_v3_jupiter": "671",
-    "pllum_12b_lumi": "12.25", "poro2_8b_lumi": "8.03", "qwen3_600m_jupiter": "0.60", "qwen3_8b_jupiter": "8.19",
+    "pllum_12b_lumi": "12.25", "poro2_8b_lumi": "8.03", "poro2_8b_sft_lumi": "8.03", "qwen3_600m_jupiter": "0.60", "qwen3_8b_jupiter": "8.19",
     "salamandra_2b_marenostrum5": "2.25", "salamandra_7b_marenostrum5": "7,768,117,248",
     "salamandra_40b_marenostrum5": "40,433,885,184", "smollm3_3b_marenostrum5": "3.08", "teuken_7b_juwels": "7.45",
     "tildeopen_30b_lumi": "30.68", "viking_7b_lumi": "7.55", "viking_13b_lumi": "14.03", "viking_33b_lumi": "33.12",

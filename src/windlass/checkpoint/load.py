@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
+from windlass.blocks.initial_values import local_part, local_tensor
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
 from windlass.checkpoint.missing import report_missing
@@ -31,6 +32,7 @@ from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
 from windlass.runs.folder import Run
 
+ADAPTER = ".adapter."  # in the names of a LoRA adapter's weights
 # DCP warns at every load of a single process, which is intended here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
@@ -223,15 +225,33 @@ def load_model_weights(path: Path | str, model: Any, *, verify: bool = True) -> 
     if verify and (problem := _content_problem(source, manifest)):
         raise CheckpointError("checkpoint.damaged", f"{source} is damaged: {problem}", hint=files.EARLIER_HINT)
     reader = CheckpointReader(source)
-    if new_names:
-        stored = _on_rank_0(lambda: reader.read_metadata().state_dict_metadata)
-        shapes = {name: getattr(entry, "size", None) for name, entry in stored.items()}
-        own = {n: t for n, t in own.items() if n not in new_names or shapes.get(f"model.{n}") == t.shape}
+    stored = _on_rank_0(lambda: reader.read_metadata().state_dict_metadata)
+    shapes = {name.removeprefix("model."): getattr(entry, "size", None) for name, entry in stored.items()}
+    # Adapters of the folder become part of the weights beside them, whatever adapters this model has.
+    own = {n: t for n, t in own.items() if n not in new_names or (shapes.get(n) == t.shape and ADAPTER not in f".{n}")}
     # A checkpoint has a weight with two names (a tied head) once.
     tensors = {name: tensor for name, tensor in own.items() if name not in twins}
     read_tensors(reader, {"model": tensors})
+    for name in (n for n in tensors if f"{n.removesuffix('weight')}adapter.a" in shapes):
+        _add(tensors[name], read_adapter(source, name.removesuffix(".weight"), shapes))
     _assign(model, tensors | {name: tensors[first] for name, first in twins.items()}, source, own)
     return source
+
+
+def read_adapter(folder: Path, layer: str, shapes: Mapping[str, Any]) -> torch.Tensor:
+    """What the LoRA adapter of a layer adds to its weights, in fp32."""
+    lora = read_extra(folder)["extra"]["config"]["tune"]["lora"]
+    parts = {f"{layer}.adapter.{part}": torch.empty(shapes[f"{layer}.adapter.{part}"]) for part in "ab"}
+    read_tensors(CheckpointReader(folder), {"model": parts})
+    a, b = parts.values()
+    return torch.mul(b @ a, lora["alpha"] / lora["rank"])
+
+
+def _add(weight: torch.Tensor, full: torch.Tensor) -> None:
+    with torch.no_grad():
+        part = local_part(full, weight) if isinstance(weight, DTensor) else full
+        target = local_tensor(weight)
+        target.copy_(target.float() + part.to(target.device))
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ COMMANDS = {
     "cancel": "launch.cancel", "submit": "launch.submit_any", "stage": "launch.stage", "image": "image.image",
     "link": "launch.link", "sweep": "sweep.sweep",
     "watch": "watch.watch", "dash": "dash.dash", "profile": "profile.profile", "compare": "profile.compare",
-    "eval": "evaluate.eval_", "generate": "generate.generate", "export": "export.export", "import": "export.import_",
+    "eval": "evaluate.eval_", "generate": "generate.generate",
+    "chat": "chat.chat", "export": "export.export", "import": "export.import_",
     "finetune": "finetune.finetune", "energy": "energy.energy", "report": "report.report", "sync": "report.sync",
     "doctor": "doctor.doctor",
 }  # fmt: skip

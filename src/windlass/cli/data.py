@@ -138,6 +138,11 @@ def _result_parts(result: TokenizeResult) -> list[Table | str]:
     parts.append(f"{result.store}: {state}, {result.tokens:,} tokens in {result.documents:,} documents, {seconds}")
     if result.rejects:
         parts.append(f"rejected: {result.rejects:,}, each with its reason in {result.store / REJECTS}")
+    for name, source in result.manifest["sources"].items():
+        if "counted" in source:
+            counted, filtered = source["counted"], source["filtered"].items()
+            reasons = "".join(f"; {count:,} conversations filtered out ({reason})" for reason, count in filtered)
+            parts.append(f"{name}: {counted:,} of {source['tokens']:,} tokens are answers, which are learned{reasons}")
     return [*parts, *_source_tables(open_store(result.store))]
 
 

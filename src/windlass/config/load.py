@@ -293,7 +293,7 @@ def check(recipe: Recipe) -> None:
     for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
         if secret := find_secret(f"{value}"):
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
-    counts_examples = recipe.tune is not None and recipe.tune.task in EXAMPLE_TASKS
+    counts_examples = recipe.tune is not None and recipe.tune.task in (*EXAMPLE_TASKS, "chat", "prefer")
     if data.tokens is None and recipe.train.steps is None and not counts_examples:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
     named = [("data.batch_tokens", data.batch_tokens), *(("data.batch_ramp", size) for _, size in data.batch_ramp)]

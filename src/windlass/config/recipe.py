@@ -48,13 +48,20 @@ class DataConfig(Table):
     """Attention does not cross document borders inside a packed sequence."""
     reset_positions: bool = False
     """Rotary positions begin again at each document. Needs mask_documents."""
-    pack: Literal["stream"] = "stream"
+    pack: Literal["stream", "documents"] = "stream"
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
-    document."""
+    document. documents: sequences are filled with complete documents, attention stays inside each."""
+    long_documents: Literal["leave_out", "cut"] = "leave_out"
+    """pack = "documents": conversations longer than seq_len are left out, or only their first tokens are used; both are
+    counted. A text continues in another sequence; a preference pair is always left out."""
     validation: str | None = None
     """Split that is held out for validation (default: `validation`, if the store has one)."""
     policy: Literal["any", "lawful"] = "any"
     """lawful refuses a source without licence and origin."""
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.mask_documents or self.pack == "documents"
 
 
 class OptimConfig(Table):

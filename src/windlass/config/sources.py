@@ -19,6 +19,12 @@ class DataSource(Table):
     """auto: by file name. jsonl may be .gz or .zst, and so may text; arrow is a Hugging Face `save_to_disk` folder."""
     field: str = "text"
     """Key or column that holds the text; `a.b` reaches into an inner object of JSON."""
+    form: Literal["text", "chat", "messages", "sharegpt", "alpaca", "pairs"] = "text"
+    """text: `field` holds a text. Others are conversations, rendered by the chat template, of which only the answers are
+    learned: messages (role, content), sharegpt (conversations: from, value), alpaca (instruction, input, output), chat
+    (whichever of these a record is), pairs (prompt, chosen, rejected: for [tune] task = "prefer")."""
+    max_tokens: PositiveInt | None = None
+    """Conversations of more tokens are filtered out (and counted)."""
     document: Literal["file", "line"] = "file"
     """text files: what one document is."""
     language: str | None = None
@@ -54,6 +60,8 @@ class DataFile(Table):
     """Folder of the token store; neither inside a source nor around one."""
     tokenizer: str
     """Tokenizer file or folder: tokenizers JSON, tiktoken ranks, tekken JSON or SentencePiece model."""
+    template: str | None = None
+    """Jinja file with the chat template for conversations (default: the tokenizer's own)."""
     eos: str | int | None = None
     """Token that ends a document (default: the tokenizer's own)."""
     add_eos: bool = True

@@ -1,7 +1,7 @@
 """Weights of a checkpoint or a Hugging Face folder, read one tensor at a time: the model need not fit in memory."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from windlass.checkpoint.files import MANIFEST
-from windlass.checkpoint.load import read_tensors, safetensors_files
+from windlass.checkpoint.load import ADAPTER, read_adapter, read_tensors, safetensors_files
 from windlass.checkpoint.reader import CheckpointReader, pickled_object
 from windlass.config import ModelConfig
 from windlass.convert.config_json import format_of
@@ -77,6 +77,15 @@ def open_weights(folder: Path) -> StoredWeights:
                 raise pickled_object(folder, full_name)
             name, dtype = full_name.removeprefix("model."), entry.properties.dtype
             tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
+        shapes = {name: torch.Size(tensor.shape) for name, tensor in tensors.items()}
+
+        def merged(layer: str, weight: StoredTensor) -> Tensor:
+            return (weight.read().float() + read_adapter(folder, layer, shapes)).to(weight.dtype)
+
+        for layer in [name.removesuffix(".adapter.a") for name in shapes if name.endswith(".adapter.a")]:
+            weight = tensors[f"{layer}.weight"]
+            tensors[f"{layer}.weight"] = replace(weight, read=partial(merged, layer, weight))
+        tensors = {name: tensor for name, tensor in tensors.items() if ADAPTER not in name}
         if not tensors:
             raise CheckpointError(
                 "convert.no-model-weights",

@@ -2,7 +2,7 @@
 
 A piece counts as done when its line is in a journal; anything before that is simply done again. A piece file holds the
 tokens, then the length of each document in tokens (int32) and, if duplicates are removed, its length in bytes
-(int32) and a 16-byte hash of its text.
+(int32) and a 16-byte hash of its text; for conversations then a mark (one byte) for each token.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from windlass.config.sources import DataFile
 from windlass.data import readers
+from windlass.data.conversations import ConversationEncoder, MarkedText
 from windlass.data.engines import Engine
 from windlass.data.inputs import ROW_FORMATS, InputFile, WorkItem
 from windlass.data.readers import LineReader, Record, RejectedDocument
@@ -43,6 +44,7 @@ class TokenizeTask:
     eos: int | None
     dtype: np.dtype[Any]
     folder: Path
+    chat: ConversationEncoder | None = None  # where a source holds conversations
 
     def piece(self, item: str, chunk: int, split: str) -> Path:
         """`split` may also be "rejects"."""
@@ -74,6 +76,7 @@ class PieceWriter:
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._sizes: list[npt.NDArray[np.int32]] = []
         self._hashes: list[bytes] = []
+        self._marks: list[npt.NDArray[np.uint8]] = []
         self._texts: list[str] = []
         self._chars = self._crc32 = 0
 
@@ -93,9 +96,14 @@ class PieceWriter:
         if not self._texts:
             return 0
         texts, self._texts, self._chars = self._texts, [], 0
-        ids, offsets = self.encode(texts, self.eos)
-        lengths = np.diff(offsets).astype(np.int32)
         end_tokens = 0 if self.eos is None else 1  # not counted as a token of the text
+        if conversations := [text for text in texts if isinstance(text, MarkedText)]:  # then all of them are
+            ids, end_tokens = np.concatenate([text.ids for text in conversations]), 0
+            lengths = np.array([len(text.ids) for text in conversations], dtype=np.int32)
+            self._marks += [text.marks for text in conversations]
+        else:
+            ids, offsets = self.encode(texts, self.eos)
+            lengths = np.diff(offsets).astype(np.int32)
         for number in range((-self.documents) % SAMPLE_EVERY, len(texts), SAMPLE_EVERY):
             self.sample_words += len(texts[number].split())
             self.sample_tokens += int(lengths[number]) - end_tokens
@@ -122,6 +130,7 @@ class PieceWriter:
             return None
         lengths = np.concatenate(self._lengths).astype("<i4")
         tail = lengths.tobytes() + b"".join(part.tobytes() for part in self._sizes) + b"".join(self._hashes)
+        tail += b"".join(part.tobytes() for part in self._marks)
         write_fully(self._file, tail)
         os.fsync(self._file.fileno())
         self._file.close()
@@ -135,6 +144,7 @@ class PieceWriter:
             "tail": hashlib.sha256(tail).hexdigest(),
             "sample_words": self.sample_words,
             "sample_tokens": self.sample_tokens,
+            **({"marked": True} if self._marks else {}),
         }
 
     def abandon(self) -> None:
@@ -167,7 +177,7 @@ class ChunkWriter:
         self._unreported = (0, 0, 0, 0)
         file, source = task.file, task.file.sources[item.source]
         self.min_chars = source.min_chars if source.min_chars is not None else file.min_chars
-        self.max_chars = source.max_chars or file.max_chars
+        self.max_chars, self.max_tokens = source.max_chars or file.max_chars, source.max_tokens
         validation = source.validation if source.validation is not None else file.validation
         self.validation_below = int(validation * 2**64)  # of the first 8 bytes of a document's hash
         self.removes_duplicates = file.dedup == "exact"
@@ -196,6 +206,8 @@ class ChunkWriter:
                 counts.filtered["too short" if record else "empty"] += 1
             elif self.max_chars is not None and len(record) > self.max_chars:
                 counts.filtered["too long"] += 1
+            elif isinstance(record, MarkedText) and len(record.ids) > (self.max_tokens or len(record.ids)):
+                counts.filtered["more than max_tokens"] += 1
             else:
                 split = "train"
                 if self.hashes:
@@ -265,9 +277,12 @@ class ChunkWorker:
         """Read the part of `file` that belongs to the chunk; True when the file ends in it."""
         config = self.task.file
         source = config.sources[item.source]
+        encode: readers.EncodeRecord | None = None
+        if source.form != "text" and (chat := self.task.chat) is not None:
+            encode = lambda record, raw: chat.encode(record, source.form, raw)  # noqa: E731
         if file.format in ROW_FORMATS or (file.format == "text" and source.document == "file"):
             start, stop = (chunk * item.rows, (chunk + 1) * item.rows) if item.rows else (0, None)
-            for records in readers.read_records(file, source, config.utf8, config.max_document, start, stop):
+            for records in readers.read_records(file, source, config.utf8, config.max_document, start, stop, encode):
                 out.add(records)
             return True
         has_parts = item.chunks != 1
@@ -279,7 +294,7 @@ class ChunkWorker:
             self._item, self._lines = item.id, LineReader(file, config.max_document)
         lines = self._lines
         lines.go_to(start)
-        parse = readers.line_parser(source, file.format, config.utf8, config.max_document)
+        parse = readers.line_parser(source, file.format, config.utf8, config.max_document, encode)
         for part in lines.until((chunk + 1) * item.step if has_parts else None):
             out.add([parse(line) for line in part])
         ended = lines.at_end() if item.chunks is None else True

@@ -74,6 +74,13 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
 def complete_tune(recipe: Recipe) -> Recipe:
     """A recipe for examples with what its files say: labels, hashes, batch and steps. Others are returned as they are."""
     tune = recipe.tune
+    if tune is not None and tune.task in ("chat", "prefer") and not (recipe.data.tokens or recipe.train.steps):
+        from windlass.data.stream import StoreStream, open_stream
+
+        stream = open_stream(recipe.data, seed=recipe.seed, vocab=recipe.model.vocab)
+        windows = int(stream.mixture.windows.sum()) if isinstance(stream, StoreStream) else 0
+        tokens = max(1, math.ceil(tune.epochs * windows)) * recipe.data.seq_len
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": tokens})})
     if tune is None or tune.task not in EXAMPLE_TASKS:
         return recipe
     sets = read_example_sets(tune)

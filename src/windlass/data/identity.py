@@ -38,7 +38,7 @@ def identify(store: Store | None, sampling: Mapping[str, int] | None = None) -> 
         return {"store": None, "kind": "synthetic", "files": {}}
     beginning = f"{store.path if store.path.is_dir() else store.path.parent}/"
     shards = [shard for by_split in store.shards.values() for split in by_split.values() for shard in split]
-    paths = {str(f).removeprefix(beginning): f for shard in shards for f in (shard.file, shard.index) if f is not None}
+    paths = {str(f).removeprefix(beginning): f for shard in shards for f in (shard.file, shard.index, shard.marks) if f}
     blocks = max(1, min(MAX_FILE_BLOCKS, TOTAL_BLOCKS // max(1, len(paths))))
     sampling = sampling or {"blocks": blocks, "block_bytes": SAMPLED_BLOCK_BYTES}
     names, checksums = list(paths), _listed_checksums(store)

@@ -209,14 +209,18 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
     return None
 
 
-def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: str) -> list[WorkItem]:
-    """All work of a data file in the order of the store. `settings` is a hash of what shapes every output."""
+def plan_items(
+    file: DataFile, files: Mapping[str, list[InputFile]], settings: str, template: str | None = None
+) -> list[WorkItem]:
+    """All work of a data file in the order of the store. `settings` is a hash of what shapes every output, `template`
+    the chat template of conversations."""
     from windlass.data.readers import count_rows
 
     items: list[WorkItem] = []
     for source, source_files in files.items():
         table = file.sources[source]
         shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
+        shape += [table.form, table.max_tokens, template] if table.form != "text" else []
         parts: list[tuple[list[InputFile], int | None, int, int]] = []  # (files, chunks, rows, step)
         group: list[InputFile] = []
         group_weight = 0

@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config.sources import DataFile
+from windlass.data.chat import SETTINGS_FILE, TEMPLATE_FILE
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
+from windlass.data.conversations import COUNTED
 from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
 from windlass.data.shards import Ints, index_parts
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, TERMS, hash_file, hash_json
@@ -54,6 +56,13 @@ class Piece:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         return self.tail("<i4", 0, self.entry["documents"])
+
+    def marks(self, *, hashed: bool) -> npt.NDArray[np.uint8]:
+        """The marks of conversations, behind the lengths and, where duplicates are removed, sizes and hashes."""
+        marks = self.tail("u1", (24 if hashed else 4) * self.entry["documents"], self.entry["tokens"])
+        keep = np.ones(self.entry["documents"], dtype=bool)
+        keep[self.dropped] = False
+        return marks if keep.all() else marks[np.repeat(keep, self.lengths())]
 
 
 def ordered_chunks(items: Iterable[WorkItem], journal: Journal) -> Iterator[tuple[WorkItem, int, dict[str, Any]]]:
@@ -129,6 +138,7 @@ def write_store(
             "damaged_files": sum(count["damage"] is not None for count in source_counts),
             **{key: getattr(table, key) for key in (*TERMS, "paths")},
             "items": hash_json(sorted(ids)),
+            **({"form": table.form, "counted": sum(line["counted"] for line in lines)} if table.form != "text" else {}),
             "shards": {
                 split: [{key: line[key] for key in ("file", "tokens", "documents")} for line in split_lines]
                 for split, split_lines in shards.items()
@@ -136,6 +146,7 @@ def write_store(
         }
         for line in lines:
             checksums |= {line["file"]: line["stretches"], f"{Path(line['file']).stem}.idx": line["index"]}
+            checksums |= {f"{Path(line['file']).stem}.marks": line["marks"]} if "marks" in line else {}
     # Late, so that a store that is added to keeps its old lines almost as long as its old manifest.
     _write_lines(target / REJECTS, reject_lines(task, items, journal), old_sources)
     _write_lines(target / FILES, counts, old_sources)
@@ -222,13 +233,23 @@ def _write_shard(task: TokenizeTask, pieces: list[Piece], path: Path) -> dict[st
         for part in index_parts(lengths, task.dtype, marks=task.file.document_marks):
             index.update(part)
             write_fully(file, part)
-    return {
+    line = {
         "file": path.name,
         "tokens": int(lengths.sum(dtype=np.int64)),
         "documents": len(lengths),
         "stretches": [stretch for stretch in stretches if stretch[0]],
         "index": [[path.with_suffix(".idx").stat().st_size, index.hexdigest()]],
     }
+    if pieces[0].entry.get("marked"):
+        digest, counted = hashlib.sha256(), 0
+        with _temporary(path.with_suffix(".marks")) as file:
+            for piece in pieces:
+                marks = piece.marks(hashed=task.file.dedup == "exact")
+                counted += int((marks & COUNTED).sum(dtype=np.int64))
+                digest.update(marks.tobytes())
+                write_fully(file, marks)
+        line |= {"marks": [[line["tokens"], digest.hexdigest()]], "counted": counted}
+    return line
 
 
 @contextlib.contextmanager
@@ -280,7 +301,7 @@ def undo_joining(work: Path, target: Path, manifest: Mapping[str, Any] | None) -
     listed = {shard["file"] for source in sources.values() for shards in source["shards"].values() for shard in shards}
     unlisted = [line["file"] for line in read_json_lines(work / SHARD_LIST) if line["file"] not in listed]
     for path in [work / name for name in (SHARD_LIST, "duplicates.npz", "removed.json")] + [
-        (target / name).with_suffix(suffix) for name in unlisted for suffix in (".bin", ".idx")
+        (target / name).with_suffix(suffix) for name in unlisted for suffix in (".bin", ".idx", ".marks")
     ]:
         path.unlink(missing_ok=True)
     for path in (target / FILES, target / REJECTS) if manifest else ():
@@ -388,7 +409,15 @@ def _write_manifest(
         "documents": sum(source["documents"] for source in sources.values()),
         "sources": sources,
     }
-    _write_checksums(target, checksums, (name, LEDGER, FILES, REJECTS))
+    names = [name, LEDGER, FILES, REJECTS]
+    if task.chat is not None:  # so that the store's tokenizer still renders conversations
+        write_atomic(target / TEMPLATE_FILE, task.chat.template.source)
+        write_json(
+            target / SETTINGS_FILE,
+            {**(read_json(tokenizer.path.with_name(SETTINGS_FILE)) or {}), **task.chat.template.specials},
+        )
+        names += [TEMPLATE_FILE, SETTINGS_FILE]
+    _write_checksums(target, checksums, names)
     write_json(target / MANIFEST, manifest)
     return manifest
 

@@ -31,6 +31,7 @@ class RejectedDocument:
 
 
 Record = str | RejectedDocument | None  # None: a blank line, which is not a document
+EncodeRecord = Callable[[Any, bytes], Record]  # from an object and its line: conversations
 
 
 class DamagedFileError(Exception):
@@ -169,13 +170,25 @@ class LineReader:
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-def line_parser(source: DataSource, format: str, utf8: str, max_document: int) -> Callable[[Line], Record]:
-    """A function from one line to its text. Nothing is stripped from a text."""
+def line_parser(
+    source: DataSource, format: str, utf8: str, max_document: int, encode: EncodeRecord | None = None
+) -> Callable[[Line], Record]:
+    """A function from one line to its text, or to what `encode` makes of its object. Nothing is stripped from a text."""
     too_long = RejectedDocument(f"longer than max_document ({max_document:,} bytes)")
     if format == "text":
         return lambda line: too_long if line is None else _decode(bytes(line).removesuffix(b"\r"), utf8)
     keys = source.field.split(".")
     loads: Callable[[memoryview], Any] = orjson.loads if orjson else lambda line: json.loads(bytes(line))
+
+    def parse_object(line: Line) -> Record:
+        if line is None or not bytes(line).strip():
+            return too_long if line is None else None
+        try:
+            record = loads(line)
+        except ValueError as error:
+            return RejectedDocument(f"not JSON ({str(error)[:80]})", bytes(line)[:MAX_KEPT_BYTES])
+        assert encode is not None
+        return encode(record, bytes(line))
 
     def parse(line: Line) -> Record:
         if line is None:
@@ -189,7 +202,7 @@ def line_parser(source: DataSource, format: str, utf8: str, max_document: int) -
             return _parse_slowly(bytes(line), utf8, keys)
         return text if type(text) is str else _text_of(value, keys, bytes(line))
 
-    return parse
+    return parse if encode is None else parse_object
 
 
 _JSON_KINDS = {
@@ -292,18 +305,26 @@ def _arrow_batches(path: str) -> Iterator[Any]:
 
 
 def read_rows(
-    file: InputFile, source: DataSource, utf8: str, start: int = 0, stop: int | None = None
+    file: InputFile,
+    source: DataSource,
+    utf8: str,
+    start: int = 0,
+    stop: int | None = None,
+    encode: EncodeRecord | None = None,
 ) -> Iterator[list[Record]]:
-    """Lists of the texts of rows start..stop-1."""
+    """Lists of the texts of rows start..stop-1, or of what `encode` makes of each row."""
     pyarrow = import_optional("pyarrow")
     null = RejectedDocument(f"{source.field!r} is null, not a text")
     try:
-        for first, column in _columns(file, source.field, start):
+        for first, column in _columns(file, source.field if encode is None else None, start):
             if stop is not None and first >= stop:
                 return
             low, high = max(start - first, 0), len(column) if stop is None else min(len(column), stop - first)
             if low < high:
                 rows = column.slice(low, high - low)
+                if encode is not None:
+                    yield [encode(row, b"") for row in rows.to_pylist()]
+                    continue
                 try:
                     values = rows.to_pylist()
                 except UnicodeDecodeError:
@@ -316,22 +337,26 @@ def read_rows(
         raise _unreadable(file, error) from None
 
 
-def _columns(file: InputFile, field: str, start: int) -> Iterator[tuple[int, Any]]:
-    """(number of its first row, text column) of each batch; Parquet row groups that end before `start` are skipped."""
+def _columns(file: InputFile, field: str | None, start: int) -> Iterator[tuple[int, Any]]:
+    """(number of its first row, text column) of each batch, or the batch itself without `field`; Parquet row groups
+    that end before `start` are skipped."""
     first = 0
     if file.format == "arrow":
         for batch in _arrow_batches(file.path):
-            _check_column(batch.schema, file.path, field)
-            yield first, batch.column(field)
+            if field is not None:
+                _check_column(batch.schema, file.path, field)
+            yield first, batch if field is None else batch.column(field)
             first += batch.num_rows
         return
     opened = import_optional("pyarrow.parquet").ParquetFile(file.path)
-    _check_column(opened.schema_arrow, file.path, field)
+    if field is not None:
+        _check_column(opened.schema_arrow, file.path, field)
     for group in range(opened.metadata.num_row_groups):
         group_end = first + opened.metadata.row_group(group).num_rows
         if group_end > start:
-            for batch in opened.iter_batches(batch_size=1024, row_groups=[group], columns=[field]):
-                yield first, batch.column(0)
+            columns = None if field is None else [field]
+            for batch in opened.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                yield first, batch if field is None else batch.column(0)
                 first += batch.num_rows
         first = group_end
 
@@ -356,15 +381,21 @@ def _check_column(schema: Any, path: str, field: str) -> None:
 
 
 def read_records(
-    file: InputFile, source: DataSource, utf8: str, max_document: int, start: int = 0, stop: int | None = None
+    file: InputFile,
+    source: DataSource,
+    utf8: str,
+    max_document: int,
+    start: int = 0,
+    stop: int | None = None,
+    encode: EncodeRecord | None = None,
 ) -> Iterator[list[Record]]:
     """All documents of a file in lists; `start` and `stop` are rows, where a file has them."""
     if file.format in ROW_FORMATS:
-        yield from read_rows(file, source, utf8, start, stop)
+        yield from read_rows(file, source, utf8, start, stop, encode)
     elif file.format == "text" and source.document == "file":
         yield [read_text_file(file, utf8, max_document)]
     else:
-        parse = line_parser(source, file.format, utf8, max_document)
+        parse = line_parser(source, file.format, utf8, max_document, encode)
         with contextlib.closing(LineReader(file, max_document)) as lines:
             for part in lines.until(None):
                 yield [parse(line) for line in part]

@@ -165,6 +165,11 @@ class Shard:
     documents: int | None
     index: Path | None = None  # Megatron .idx, or a file of 8-byte document ends
     offset: int = 0  # bytes before the first token
+    marks: Path | None = None  # one byte per token, see `data/conversations.py`; None: every token counts
+
+    @cached_property
+    def mark_array(self) -> Array | None:
+        return None if self.marks is None else map_array(self.marks, np.dtype(np.uint8), self.tokens)
 
     @cached_property
     def array(self) -> Array:
@@ -259,6 +264,17 @@ class TokenArray:
             out[done : done + len(part)] = part
             number, first, done = number + 1, 0, done + len(part)
 
+    def marks(self, start: int, count: int) -> npt.NDArray[np.uint8]:
+        """The marks of the tokens from `start` on; 1 (counted) where a shard has none."""
+        out, number, done = np.ones(count, dtype=np.uint8), bisect_right(self._begins, start) - 1, 0
+        first = start - self._begins[number]
+        while done < count:
+            size = min(count - done, self.shards[number].tokens - first)
+            if (marks := self.shards[number].mark_array) is not None:
+                out[done : done + size] = marks[first : first + size]
+            number, first, done = number + 1, 0, done + size
+        return out
+
     def borders(self, start: int, stop: int) -> Ints:
         """Positions in [start, stop) at which a document begins."""
         borders: list[Ints] = [np.empty(0, dtype=np.int64)]
@@ -271,6 +287,11 @@ class TokenArray:
             borders.append(inside[inside < min(stop, self._begins[number + 1])])
             number += 1
         return np.concatenate(borders)
+
+    def document_ends(self) -> Ints:
+        """Token position after each document."""
+        bases = zip(self.shards, self._begins, strict=False)
+        return np.concatenate([np.empty(0, dtype=np.int64), *(shard.document_ends + base for shard, base in bases)])
 
     def documents(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of every document, in stored order."""

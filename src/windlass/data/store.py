@@ -7,6 +7,7 @@ files.jsonl          documents in = out + rejected + filtered, for each input fi
 rejects.jsonl        rejected documents: file, line, reason, the line itself
 tokenizer...         the tokenizer's own file
 SOURCE-SPLIT-00000.bin and .idx    Megatron's indexed dataset
+SOURCE-SPLIT-00000.marks           of conversations: one byte per token, whether its loss counts
 """
 
 import hashlib
@@ -123,7 +124,8 @@ class Store:
         # The numbers of the manifest against files whose checksums are right.
         faults = []
         for shard in shards:
-            if shard.file.name not in checksums or shard.index is None or shard.index.name not in checksums:
+            files = (shard.file, shard.index, *([shard.marks] if shard.marks else []))
+            if any(file is None or file.name not in checksums for file in files) or shard.index is None:
                 faults.append(f"lists {shard.file.name}, which has no checksum")
                 continue
             tokens, documents = shard.file.stat().st_size // shard.dtype.itemsize, read_header(shard.index)[1]
@@ -226,12 +228,15 @@ def open_store(path: Path | str) -> Store:
         for name, value in manifest["sources"].items()
     }
 
-    def shard(entry: Mapping[str, Any]) -> Shard:
+    def shard(entry: Mapping[str, Any], marked: bool) -> Shard:
         file = path / entry["file"]
-        return Shard(file, entry["tokens"], dtype, entry["documents"], file.with_suffix(".idx"))
+        marks = file.with_suffix(".marks") if marked else None
+        return Shard(file, entry["tokens"], dtype, entry["documents"], file.with_suffix(".idx"), marks=marks)
 
     shards = {
-        name: {split: [shard(entry) for entry in entries] for split, entries in value["shards"].items()}
+        name: {
+            split: [shard(entry, "form" in value) for entry in entries] for split, entries in value["shards"].items()
+        }
         for name, value in manifest["sources"].items()
     }
     return Store(

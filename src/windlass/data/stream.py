@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
+from windlass.data.conversations import COUNTED, REJECTED
 from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
-from windlass.data.shards import refuse_outside
+from windlass.data.packing import Packing, pack_documents
+from windlass.data.shards import TokenArray, refuse_outside
 from windlass.data.store import Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
@@ -39,8 +41,18 @@ class StoreStream:
         self.store, self.config, self.split, self.seq_len, self.vocab = store, config, split, config.seq_len, vocab
         self.ledger_hash = store.ledger_hash
         self.arrays = [store.tokens(name, split) for name in names]
-        # Windows overlap by the one token that is only a target in the first and an input in the second.
-        windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
+        self.packings: list[Packing] | None = None
+        # Preference pairs: of each document of each source, by how much the starting model prefers the chosen answer.
+        self.reference: list[npt.NDArray[np.float32]] | None = None
+        if config.pack == "documents":
+            self.packings = [
+                pack_documents(array.document_ends(), config.seq_len + 1, self._long(name))
+                for name, array in zip(names, self.arrays, strict=True)
+            ]
+            windows = [packing.windows for packing in self.packings]
+        else:
+            # Windows overlap by the one token that is only a target in the first and an input in the second.
+            windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
         if sum(windows) == 0:
             needed = config.seq_len + 1
             raise DataError(
@@ -52,19 +64,41 @@ class StoreStream:
         plain = config if split == "train" else config.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
         self.mixture = Mixture(names, windows, plan_phases(plain, names, windows, config.seq_len), seed)
 
+    def _long(self, source: str) -> str:
+        """What becomes of a document that is longer than a window: a text continues in others, a pair is left out."""
+        form = self.store.manifest.get("sources", {}).get(source, {}).get("form")
+        return "split" if form is None else "leave_out" if form == "pairs" else self.config.long_documents
+
     @property
     def sources(self) -> tuple[str, ...]:
         return self.mixture.names
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether every token of every sequence counts as a target."""
+        return self.packings is None and not any(shard.marks for array in self.arrays for shard in array.shards)
+
+    def _parts(self, indexes: npt.ArrayLike) -> Iterator[tuple[int, int, TokenArray, int, int]]:
+        """(row, column, source, first token, tokens) of every stretch of tokens in these sequences."""
+        source, window, _ = self.mixture.identity(indexes)
+        for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
+            if self.packings is None:
+                yield row, 0, self.arrays[number], place * self.seq_len, self.seq_len + 1
+                continue
+            column = 0
+            for start, count in self.packings[number].window(place):
+                yield row, column, self.arrays[number], start, count
+                column += count
+
     def sequences(self, indexes: npt.ArrayLike) -> Tokens:
         """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
-        source, window, _ = self.mixture.identity(indexes)
-        out = np.empty((source.size, self.seq_len + 1), dtype=np.int32)
-        places = list(zip(source.tolist(), window.tolist(), strict=True))
-        for number, place in places:  # all of them first, so that a slow disk has many requests at a time
-            self.arrays[number].expect(place * self.seq_len, self.seq_len + 1)
-        for row, (number, place) in enumerate(places):
-            self.arrays[number].copy(place * self.seq_len, out[row])
+        parts = list(self._parts(indexes))
+        # What no document fills is never counted; any token that the model has will do.
+        out = np.full((np.size(indexes), self.seq_len + 1), self.store.eos or 0, dtype=np.int32)
+        for _, _, array, start, count in parts:  # all of them first, so that a slow disk has many requests at a time
+            array.expect(start, count)
+        for row, column, array, start, count in parts:
+            array.copy(start, out[row, column : column + count])
         # Also in our own stores, whose manifest has the largest id: a file may have changed since it was written.
         refuse_outside(out, self.vocab, f"a sequence of {self.store.path}")
         return out
@@ -74,13 +108,61 @@ class StoreStream:
         return self.mixture.identity(indexes)[:2]
 
     def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
-        """For each position of each sequence, the number of its document inside the sequence, from 0."""
-        source, window, _ = self.mixture.identity(indexes)
-        out = np.zeros((source.size, self.seq_len + 1), dtype=np.int32)
-        for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
-            start = place * self.seq_len
-            out[row, self.arrays[number].borders(start + 1, start + self.seq_len + 1) - start] = 1
+        """For each position of each sequence, the number of its document inside the sequence, from 0. The two answers
+        of a pair are two documents, and so is what no document fills."""
+        out = np.zeros((np.size(indexes), self.seq_len + 1), dtype=np.int32)
+        for row, column, array, start, count in self._parts(indexes):
+            if self.packings is None:
+                out[row, array.borders(start + 1, start + count) - start] = 1
+                continue
+            out[row, column : column + count][np.diff(array.marks(start, count) & REJECTED, prepend=0) > 0] = 1
+            out[row, column + count : column + count + 1] = 1
         return np.cumsum(out, axis=1, dtype=np.int32)
+
+    def marks(self, indexes: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+        """For each position of each sequence its mark (see `data/conversations.py`): whether the token counts as a target."""
+        out = np.zeros((np.size(indexes), self.seq_len + 1), dtype=np.uint8)
+        for row, column, array, start, count in self._parts(indexes):
+            out[row, column : column + count] = array.marks(start, count)
+            if self.packings is not None:
+                out[row, column] &= REJECTED  # nothing before it in its window
+        return out
+
+    def ignored(self, indexes: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """(len(indexes), seq_len): which targets do not count."""
+        ignored: npt.NDArray[np.bool_] = (self.marks(indexes)[:, 1:] & COUNTED) == 0
+        return ignored
+
+    def pairs(self, indexes: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """(len(indexes), seq_len, 3) for each target: its answer (2 x number of the pair in the sequence, + 1 for the
+        rejected one; -1 for none), the pair's number over all sources, and the bits of its reference."""
+        assert self.packings is not None and self.reference is not None
+        out = np.full((np.size(indexes), self.seq_len + 1, 3), -1, dtype=np.int32)
+        first = np.cumsum([0, *(len(packing.begins) for packing in self.packings)])
+        place, row_before = 0, -1
+        for row, column, array, start, count in self._parts(indexes):
+            place, row_before = (place + 1 if row == row_before else 0), row
+            source = next(number for number, other in enumerate(self.arrays) if other is array)
+            document = int(np.searchsorted(self.packings[source].begins, start))
+            part = out[row, column : column + count]
+            part[:, 0] = 2 * place + (array.marks(start, count) & REJECTED > 0)
+            part[:, 1] = first[source] + document
+            part[:, 2] = self.reference[source][document].view(np.int32)
+        return out[:, 1:]
+
+    def packing_line(self) -> str:
+        """How full the windows are and what was left out, for a log; empty without packing."""
+        if not self.packings:
+            return ""
+        windows, tokens = sum(p.windows for p in self.packings), sum(p.tokens for p in self.packings)
+        line = f"packing: {sum(len(p.lengths) for p in self.packings):,} documents in {windows:,} sequences, "
+        line += f"{tokens / max(1, windows * (self.seq_len + 1)):.1%} filled"
+        for text, count in (
+            ("left out", sum(p.left_out for p in self.packings)),
+            ("cut", sum(p.cut for p in self.packings)),
+        ):
+            line += f"; {count:,} longer than data.seq_len {text}" if count else ""
+        return line
 
     def epochs(self, tokens: int) -> list[SourcePasses]:
         return source_passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
@@ -110,6 +192,11 @@ class SyntheticStream:
         numbers = np.asarray(indexes, dtype=np.int64)
         return np.zeros_like(numbers), numbers
 
+    counts_all = True
+
+    def packing_line(self) -> str:
+        return ""
+
     def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
         return np.zeros((np.asarray(indexes).size, self.seq_len + 1), dtype=np.int32)
 
@@ -120,6 +207,11 @@ class SyntheticStream:
 
 
 Stream = StoreStream | SyntheticStream
+
+
+def pair_count(pairs: npt.NDArray[np.int32]) -> int:
+    """How many preference pairs the sequences of `StoreStream.pairs` hold."""
+    return int((pairs[..., 0].max(axis=1, initial=-1) // 2 + 1).sum())
 
 
 def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None) -> Stream:
@@ -152,8 +244,9 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
-    iterator ends it. With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-
-    locked memory, so that copies to the device can overlap; without a GPU it changes nothing.
+    iterator ends it. With `documents` each item is a pair (tokens, document ids); of a stream in which not every token
+    counts it is (tokens, document ids or None, ignored targets). With `pin` the arrays lie in page-locked memory, so that
+    copies to the device can overlap; without a GPU it changes nothing.
     """
 
     def __init__(
@@ -194,7 +287,11 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
             for indexes in itertools.takewhile(lambda indexes: indexes is not None, arrays):
                 tokens = self._settle(self.stream.sequences(indexes))
                 documents = self._settle(self.stream.document_ids(indexes)) if self.documents else None
-                self._queue.put(tokens if documents is None else (tokens, documents))
+                item: Any = tokens if documents is None else (tokens, documents)
+                if isinstance(self.stream, StoreStream) and not self.stream.counts_all:
+                    pairs = () if self.stream.reference is None else (self.stream.pairs(indexes),)
+                    item = (tokens, documents, self.stream.ignored(indexes), *pairs)
+                self._queue.put(item)
                 if self._stopped:
                     return
         except BaseException as error:

@@ -21,6 +21,7 @@ from typing import Any
 from windlass.clusters.scheduler import job_id
 from windlass.config.sources import DataFile
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
+from windlass.data.conversations import conversation_encoder
 from windlass.data.engines import choose
 from windlass.data.inputs import (
     ROW_FORMATS,
@@ -108,6 +109,8 @@ def tokenize(
             f"{tokenizer.path} has no token that ends a document",
             hint='set eos = "<name of the token>", or add_eos = false',
         )
+    is_chat = any(source.form != "text" for source in file.sources.values())
+    chat = conversation_encoder(tokenizer, file.template) if is_chat else None
     files = {name: find_files(name, source, target) for name, source in file.sources.items()}
     _make_folder(target)
     with _lock(target, task):
@@ -117,9 +120,9 @@ def tokenize(
         try:
             settings: dict[str, Any] = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size}
             settings |= {"eos": tokenizer.eos, **{key: getattr(file, key) for key in _SETTINGS}}
-            items = plan_items(file, files, hash_json(settings))
+            items = plan_items(file, files, hash_json(settings), None if chat is None else chat.template.source)
             eos, dtype = tokenizer.eos if file.add_eos else None, dtype_for(tokenizer.vocab_size)
-            shared = TokenizeTask(file, settings, None, eos, dtype, target / "work")
+            shared = TokenizeTask(file, settings, None, eos, dtype, target / "work", chat)
             return _tokenize(shared, tokenizer, items, task, on_progress or (lambda progress: None))
         finally:
             if collecting:
@@ -324,7 +327,7 @@ def _process_chunks(
     sample = [
         text
         for name, source in file.sources.items()
-        if name in first_items
+        if name in first_items and source.form == "text"
         for text in first_texts(first_items[name], source, 8, 4000)
     ]
     specials, cache = file.special_tokens == "parse", shared.folder / "tokenizer"

@@ -17,6 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from windlass.data import import_optional, orjson
 from windlass.errors import DataError
 from windlass.files import write_atomic
@@ -109,6 +112,13 @@ class JsonTokenizer(Tokenizer):
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         self._inner.encode_special_tokens = not specials
         return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_with_offsets(self, text: str) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """Ids, special tokens of the text included, and where in the text each begins and ends (tokens, 2)."""
+        self._inner.encode_special_tokens = False
+        encoding = self._inner.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.uint32), offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))

@@ -141,7 +141,7 @@ def document_nats(
     tokens = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
     numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(ids) for ids in texts]))
     # An input belongs to the document of its own token; the first one ends the document before.
-    documents = torch.cat((numbers[:1] - 1, numbers[:-1])) if opened.recipe.data.mask_documents else None
+    documents = torch.cat((numbers[:1] - 1, numbers[:-1])) if opened.recipe.data.masks_documents else None
     length, count = opened.max_length, len(tokens) - 1
     rows = min(batch or max(1, opened.batch_tokens // length), math.ceil(count / length))
 

@@ -130,7 +130,7 @@ def resolve_step(
 
 def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:
     """The recipe asks for it and the blocks can do it; `rules.check_step` refuses the others before a training."""
-    return recipe.data.mask_documents and all(block.masks_documents for block in model.blocks)
+    return recipe.data.masks_documents and all(block.masks_documents for block in model.blocks)
 
 
 @cache  # a search asks for every candidate

@@ -292,11 +292,12 @@ def not_ranked(
 def check_step(recipe: Recipe, model: ModelSpec) -> None:
     """Refuse settings that a model's blocks do not have, before memory is taken."""
     train = recipe.train
-    if recipe.data.mask_documents and (model.foreign or not all(b.masks_documents for b in model.blocks)):
+    if recipe.data.masks_documents and (model.foreign or not all(b.masks_documents for b in model.blocks)):
+        key = "data.mask_documents" if recipe.data.mask_documents else 'data.pack = "documents"'
         raise ConfigError(
             "model.no-document-mask",
-            f"data.mask_documents is not possible with model.family = {recipe.model.family!r}",
-            hint="use family llama, or data.mask_documents = false",
+            f"{key} is not possible with model.family = {recipe.model.family!r}",
+            hint='use family llama, or data.mask_documents = false with data.pack = "stream"',
         )
     if recipe.optim.qk_clip and not model.foreign:
         normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]

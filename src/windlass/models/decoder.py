@@ -14,6 +14,7 @@ from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.embedding.module import TokenEmbedding
 from windlass.blocks.head.module import OutputHead
 from windlass.blocks.initial_values import Filler, fill_constant, fill_normal, fill_parameter
+from windlass.blocks.linear import Adapter
 from windlass.blocks.norm.module import Norm
 from windlass.models.spec import LayerSpec, ModelSpec
 
@@ -132,6 +133,7 @@ class DecoderModel(nn.Module):
     divisible = True  # made of our own blocks: can be divided into stages, by heads and by positions
     has_dropout = False
     undecayed = frozenset({"embed.weight"})  # matrices without weight decay
+    new_names: frozenset[str] = frozenset()  # weights that a folder to start from need not have
 
     def __init__(self, spec: ModelSpec, seq_len: int) -> None:
         super().__init__()
@@ -211,6 +213,8 @@ class DecoderModel(nn.Module):
     def filler(self, name: str) -> Filler:
         """Initial values of a parameter: norms and blocks by their own rule, the others normal."""
         module, _, parameter = name.rpartition(".")
+        if isinstance(adapter := self.get_submodule(module), Adapter):
+            return adapter.filler(parameter)
         if isinstance(norm := self.get_submodule(module), Norm):
             return partial(fill_constant, value=norm.initial(parameter))
         if name.startswith("layers."):

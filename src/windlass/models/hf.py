@@ -100,6 +100,9 @@ class HFModel(DecoderModel):
     def fill(self, name: str, tensor: Tensor, seed: int) -> None:
         """As transformers itself does: Gemma's norms at zero, GPT-2's last products smaller. Its rules need whole
         modules, of which one is kept until the next is asked for: its parameters come one by one."""
+        if ".adapter." in name:  # a LoRA adapter is ours
+            DecoderModel.fill(self, name, tensor, seed)
+            return
         unit = max((u for u in self._templates if name.startswith(f"{u}.")), key=len)
 
         def fill_by_their_rule(full: Tensor, generator: torch.Generator) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from windlass.blocks.head.loss import IGNORED
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase, batch_phases
-from windlass.data.stream import Loader
+from windlass.data.stream import Loader, pair_count
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
 
 # Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.
-Batch = tuple[Tensor, Tensor | None]
+Batch = tuple["Tensor | MarkedBatch", Tensor | None]
 
 
 # What a model gets: tokens, targets, and the document number (or segment) of each token.
@@ -30,6 +30,17 @@ class ExampleBatch:
 
     micro_batches: list[MicroBatch]
     counted: float
+
+
+@dataclass(frozen=True)
+class MarkedBatch:
+    """A rank's sequences, and which of their targets (sequences, seq_len) do not count. Preference pairs: also
+    `StoreStream.pairs`, and the number of pairs."""
+
+    tokens: Tensor
+    ignored: Tensor
+    pairs: Tensor | None = None
+    pair_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,9 +128,17 @@ class BatchReader:
     def __next__(self) -> Batch:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
-        arrays = item if self._documents else (item,)
-        tokens, *documents = (torch.from_numpy(array).to(self._device, non_blocking=True).long() for array in arrays)
-        return tokens, documents[0] if documents else None
+        arrays = item if isinstance(item, tuple) else (item,)
+        moved: list[Any] = [
+            None if a is None else torch.from_numpy(a).to(self._device, non_blocking=True) for a in arrays
+        ]
+        tokens, documents, ignored, pairs = [*moved, None, None, None][:4]
+        numbers = None if documents is None else documents.long()
+        if ignored is None:
+            return tokens.long(), numbers
+        if pairs is None:
+            return MarkedBatch(tokens.long(), ignored), numbers
+        return MarkedBatch(tokens.long(), ignored, pairs.long(), pair_count(arrays[3])), numbers
 
     @property
     def wait_seconds(self) -> float:

@@ -38,6 +38,7 @@ from windlass.train.interval import process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
+from windlass.train.preference import attach_reference, check_preference, prefers
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
 from windlass.train.tuning import (
@@ -150,7 +151,10 @@ def build(
     stream: Any = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
     validator: Any = ExampleValidator(examples, world, parts) if examples else None
-    validator = validator or open_validator(recipe, world, parts, stepper, model.vocab)
+    if prefers(recipe):
+        check_preference(recipe, stream, world)
+    else:
+        validator = validator or open_validator(recipe, world, parts, stepper, model.vocab)
     held_out = [part.name for part in validator.held] if validator is not None else []
     metric = recipe.save.metric
     if metric.startswith("val_loss/") and (name := metric.removeprefix("val_loss/")) not in held_out:
@@ -298,6 +302,8 @@ def check_precision(recipe: Recipe, world: World) -> None:
 
 def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
+    if prefers(training.recipe):
+        training.say(attach_reference(training))
     plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
     training.say(saver.prepare(state))
     training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.total_tokens // plan.steps).text)
@@ -317,6 +323,9 @@ def trial_step(training: Training) -> str:
     predicted = memory(training.spec, training.start.step, layout).allocated
     if isinstance(plan, ExamplePlan):
         tokens, documents = longest_batch(training.stream, plan, training.world), None
+    elif prefers(training.recipe):
+        with contextlib.closing(open_batches(training)) as batches:
+            tokens, documents = next(batches)
     try:
         training.stepper.gradients(tokens, documents)
     except torch.OutOfMemoryError as error:
@@ -382,8 +391,8 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any, load
             f"resumed at step {step} from {name}, which took {print_seconds(load_seconds)} to load{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
-    if isinstance(training.stream, ExampleStream):
-        notes.append(training.stream.note(plan.seq_len))
+    is_examples = isinstance(training.stream, ExampleStream)
+    notes.append(training.stream.note(plan.seq_len) if is_examples else training.stream.packing_line())
     save, held_out = recipe.save, training.validator is not None
     if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
         reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"

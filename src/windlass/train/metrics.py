@@ -158,7 +158,9 @@ class Recorder(Hook):
             if item.ready is not None:
                 item.ready.synchronize()
                 self._forward_seconds = item.result.forward_seconds()  # known by now; goes into the next line
-            loss, norm, code, auxiliary, *routing = item.values.tolist()
+            loss, norm, code, auxiliary, *others = item.values.tolist()
+            names = item.result.further
+            routing, further = others[: len(others) - len(names)], others[len(others) - len(names) :]
             self.last_loss = loss
             self.skipped_in_a_row = 0 if code == OK else self.skipped_in_a_row + 1
             if code != OK:
@@ -182,7 +184,7 @@ class Recorder(Hook):
             if routing:
                 line.expert_imbalance, line.router_entropy, line.router_loss = routing
                 line.dropped_tokens = 0
-            line.extra, self.validation = self.validation, {}
+            line.extra, self.validation = {**dict(zip(names, further, strict=True)), **self.validation}, {}
             if training.world.is_main:
                 if item.result.expert_loads is not None and is_sampled(item.step, item.logged.steps, training):
                     loads = item.result.expert_loads.cpu()

@@ -20,6 +20,7 @@ from windlass.blocks.attention.kernels import attention_core
 from windlass.blocks.divide import Meshes
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
+from windlass.blocks.head.preference import preference_loss
 from windlass.blocks.head.spec import choose_loss
 from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.norm import parallel as parallel_norm
@@ -30,6 +31,7 @@ from windlass.layout.types import GradientSync, StepSpec
 from windlass.models.decoder import DecoderModel, Layer
 from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
+from windlass.train.adapters import add_adapters
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
 from windlass.units import print_bytes
@@ -83,6 +85,8 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)
         divide_blocks(module, step, world, recipe.train.objective)
+        if recipe.tune is not None and recipe.tune.lora is not None:
+            parts.notes.append(add_adapters(module, recipe.tune.lora))
         if step.precision == "fp8":
             from windlass.train.float8 import apply_float8
 
@@ -122,6 +126,10 @@ def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World,
         module.z_loss = step.z_loss
         notes.append("loss: plain (a Hugging Face model returns full logits)")
     if module.head is None:
+        return
+    if recipe.tune is not None and recipe.tune.task == "prefer":
+        module.head.loss = partial(preference_loss, beta=recipe.tune.beta, chunk=step.loss_chunk)
+        notes.append(f"loss: preference of answers (DPO, beta {recipe.tune.beta:g})")
         return
     module.head.loss = OBJECTIVES.load(recipe.train.objective).loss_function(step)
     tokens = world.layout.micro_batch * step.seq_len // world.layout.context

@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from windlass.blocks.head.preference import FURTHER_MEANS
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
-from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch, cut
+from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
 from windlass.train.capture import Replayed, obstacle
 from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
@@ -48,6 +49,8 @@ class StepResult:
     expert_loads: Tensor | None = None
     # What `Instruments.finish` measured, in a step that was asked for it.
     layers: Tensor | None = None
+    # Names of further means that the objective reports, at the end of `values`.
+    further: tuple[str, ...] = ()
 
     def forward_seconds(self) -> float | None:
         """On a GPU only when the step is done: its events are read long after."""
@@ -70,6 +73,8 @@ class Stepper:
         # Of a sum over tokens in the loss; set for each batch.
         self.scale: float | Tensor = 1.0 / plan.tokens_per_step
         self.goldfish = recipe.train.goldfish_k, recipe.train.goldfish_h
+        prefers = recipe.tune is not None and recipe.tune.task == "prefer"
+        self.further = FURTHER_MEANS if prefers else ()
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
         # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
@@ -99,7 +104,7 @@ class Stepper:
                 optimizer.updates = optimizer.updates if optimizer.rounds else Replayed(optimizer.updates)
 
     def step(
-        self, tokens: Tensor | ExampleBatch, documents: Tensor | None, lr: float, *, measure: bool = False
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float, *, measure: bool = False
     ) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1); `measure`: look at every layer."""
         instruments = self.instruments if measure else None
@@ -107,7 +112,7 @@ class Stepper:
             instruments.begin()
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
-        (loss, norm, auxiliary), routed = self._reduce()
+        (loss, norm, auxiliary), further, routed = self._reduce()
         self.beat("update")
         scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
         reason = self.guard.judge(loss, norm)
@@ -124,16 +129,18 @@ class Stepper:
         routing, loads = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
-        values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing))
-        return StepResult(values, lr, forward, layers=layers, expert_loads=loads)
+        values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing, *further))
+        return StepResult(values, lr, forward, layers=layers, expert_loads=loads, further=self.further)
 
-    def gradients(self, tokens: Tensor | ExampleBatch, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
+    def gradients(
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
+    ) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         if self.replayed is None:
             return self._run_passes(tokens, documents)
         self.beat("forward")
-        self._sums[:], gradients = self.replayed(tokens)
+        self._sums[:], gradients = self.replayed(cast(Tensor, tokens))
         for slot, gradient in zip(self.optimizer.slots, gradients, strict=True):
             slot.parameter.grad = gradient
         return None
@@ -142,7 +149,9 @@ class Stepper:
         self._run_passes(tokens, None)
         return list(self._sums), [slot.parameter.grad for slot in self.optimizer.slots]
 
-    def _run_passes(self, tokens: Tensor | ExampleBatch, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
+    def _run_passes(
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
+    ) -> list[tuple[Mark, Mark]] | None:
         self._sums.clear()
         self.routers.clear()
         if self.logits is not None:
@@ -150,13 +159,24 @@ class Stepper:
         if isinstance(tokens, ExampleBatch):
             self.scale = 1.0 / tokens.counted
             return self._run_micro_batches(tokens.micro_batches)
+        ignored: Tensor | None = None
+        pairs: Tensor | None = None
+        count = 0
+        if isinstance(tokens, MarkedBatch):
+            ignored, pairs, count = tokens.ignored, tokens.pairs, tokens.pair_count
+            tokens = tokens.tokens
         _, batch_tokens = self._batch_size(tokens)
         self.routers.set_scale(1.0 / batch_tokens)
-        self.scale, ignored = 1.0 / batch_tokens, None
+        self.scale = 1.0 / batch_tokens
         if self.goldfish[0]:
-            ignored = left_out(tokens, *self.goldfish)
-            self.scale = self._counted(ignored, batch_tokens).reciprocal()
+            chosen = left_out(tokens, *self.goldfish)
+            ignored = chosen if ignored is None else ignored | chosen
+        if ignored is not None:
+            self.scale = self._counted(ignored, batch_tokens).clamp(min=1).reciprocal()
         inputs, targets, numbers = cut(tokens, documents, self.world, ignored)
+        if pairs is not None:  # the mean is that of pairs
+            total = self.world.sum_(torch.tensor(float(count), device=self.world.device))
+            self.scale, targets = total.clamp(min=1).reciprocal(), torch.cat((targets[..., None], pairs), -1)
         if self.schedule is not None:
             self._run_pipeline("step", inputs, targets, numbers)
             if self.parts.tie is not None:
@@ -218,20 +238,22 @@ class Stepper:
         self._sums.append(sums.detach())
         return sums[0] * self.scale
 
-    def _reduce(self) -> tuple[Tensor, Tensor]:
-        """(loss, gradient norm, auxiliary loss) and the sums of routers, over all ranks by one small reduction."""
+    def _reduce(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, gradient norm, auxiliary loss), further means and the sums of routers, over all ranks by one small
+        reduction."""
         device = self.world.device
         square, gradients = torch.zeros((), dtype=torch.float32, device=device), self.optimizer.gradients()
         for count in sorted(set(self.replication)):  # each number counts once over all ranks that hold it
             held = [local_tensor(g) for g, copies in zip(gradients, self.replication, strict=True) if copies == count]
             if group := [gradient for gradient in held if gradient.numel()]:
                 square = square + norms(group).to(device).square().sum() / count
-        sums = torch.zeros(2, device=device)
+        sums = torch.zeros(2 + len(self.further), device=device)
         if self._sums and self.world.counts_loss:
             sums = torch.stack(self._sums).sum(0) * self.scale
-        own = torch.stack((sums[1], square, sums[0] - sums[1]))
-        total, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3,))
-        return torch.stack((total[0], total[1].sqrt(), total[2])), routed
+        own = torch.stack((sums[1], square, sums[0] - sums[1], *sums[2:]))
+        count = len(own)
+        total, further, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3, count))
+        return torch.stack((total[0], total[1].sqrt(), total[2])), further, routed
 
 
 def norms(gradients: list[Tensor]) -> Tensor:

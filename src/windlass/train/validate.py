@@ -102,15 +102,20 @@ class Validator:
                         return None
         self.world.sum_(totals)
         tokens = [len(part.indexes) * self.recipe.data.seq_len for part in self.held]
+        if not self.stream.counts_all:
+            tokens = [max(1, int((~self.stream.ignored(part.indexes)).sum())) for part in self.held]
         return combine(self.held, [total / count for total, count in zip(totals.tolist(), tokens, strict=True)])
 
     def _batch(self, indexes: Ints) -> Tensor:
         """Summed loss of this rank's part of a batch."""
         numbers = indexes[self.world.data_rank * self._per_rank :][: self._per_rank]
         arrays = [self.stream.sequences(numbers)]
-        arrays += [self.stream.document_ids(numbers)] if self.recipe.data.mask_documents else []
+        arrays += [self.stream.document_ids(numbers)] if self.recipe.data.masks_documents else []
         tokens, *documents = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
-        batch = cut(tokens, documents[0] if documents else None, self.world)
+        ignored = None
+        if not self.stream.counts_all:
+            ignored = torch.from_numpy(self.stream.ignored(numbers)).to(self.world.device)
+        batch = cut(tokens, documents[0] if documents else None, self.world, ignored)
         run = self.parts.modules[0] if self.stepper.schedule is None else self.stepper.pipeline_sums
         loss = run(*batch)[1].double()
         return loss if self.world.counts_loss else torch.zeros_like(loss)

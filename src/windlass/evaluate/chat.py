@@ -1,0 +1,51 @@
+"""A conversation with a model: its answers, token by token, by the tokenizer's chat template."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from windlass.data.chat import ChatTemplate, Message
+from windlass.evaluate.generate import Generated, Sampling, generate
+from windlass.evaluate.open_model import OpenModel
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    generated: Generated | None  # None: interrupted
+    dropped: int  # messages at the beginning that no longer fit
+
+
+def answer(
+    opened: OpenModel,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    sampling: Sampling,
+    show: Callable[[str], None] = lambda text: None,
+) -> Answer:
+    """The next answer; `show` gets each piece of it as it comes. Ctrl-C ends the answer, which is kept as far as it is."""
+    messages, dropped = list(messages), 0
+    prompt = template.encode(messages, add_generation_prompt=True)
+    first = int(messages[0]["role"] == "system")
+    while len(prompt) >= opened.max_length and len(messages) > first + 2:
+        del messages[first : first + 2]  # the oldest question with its answer
+        dropped += 2
+        prompt = template.encode(messages, add_generation_prompt=True)
+    shown = ""
+
+    def stop(ids: list[int]) -> bool:
+        nonlocal shown
+        text = template.tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # else a character is not complete yet
+            show(text[len(shown) :])
+            shown = text
+        return False
+
+    room = max(1, opened.max_length - len(prompt))
+    limits = replace(sampling, tokens=min(sampling.tokens, room))
+    try:
+        generated = generate(opened.model, prompt, limits, eos=template.end_token, stop=stop)
+    except KeyboardInterrupt:
+        return Answer(shown, None, dropped)
+    text = template.tokenizer.decode(generated.ids)
+    show(text[len(shown) :])
+    return Answer(text, generated, dropped)

@@ -1,0 +1,105 @@
+"""Tuning on preference pairs: what the starting model thinks of them, computed once and kept in the run folder."""
+
+import io
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from windlass.blocks.head.preference import pair_margins
+from windlass.config import Recipe
+from windlass.data.stream import StoreStream
+from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.files import write_atomic
+from windlass.train.batches import cut
+from windlass.train.hooks import Training
+from windlass.train.mesh import World
+from windlass.train.validate import without_dropout
+
+REFERENCE_FILE = "reference.npy"
+
+
+def prefers(recipe: Recipe) -> bool:
+    return recipe.tune is not None and recipe.tune.task == "prefer"
+
+
+def check_preference(recipe: Recipe, stream: Any, world: World) -> None:
+    layout = world.layout
+    if recipe.data.pack != "documents":
+        raise ConfigError(
+            "tune.pairs-not-packed",
+            f'[tune] task = "prefer" needs both answers of a pair in one sequence, but data.pack = "{recipe.data.pack}"',
+            hint='set data.pack = "documents"',
+        )
+    if (layout.tensor, layout.pipeline, layout.context) != (1, 1, 1):
+        raise ConfigError(
+            "tune.pairs-divided",
+            f'[tune] task = "prefer" runs on data-parallel layouts, not with tensor {layout.tensor}, '
+            f"pipeline {layout.pipeline}, context {layout.context}",
+            hint='set them to 1 and use layout.shard = "full"',
+        )
+    sources = stream.store.manifest.get("sources", {}) if stream.store is not None else {}
+    trained = [name for name, size in zip(stream.sources, stream.mixture.windows, strict=True) if size]
+    if others := [name for name in trained if sources.get(name, {}).get("form") != "pairs"]:
+        raise DataError(
+            "tune.no-pairs",
+            f"{', '.join(others)} of {recipe.data.store} are not preference pairs",
+            hint='tokenize them with form = "pairs"; a store for task = "prefer" holds nothing else',
+        )
+
+
+def attach_reference(training: Training) -> str:
+    """Give the stream the reference of every pair: from the run folder, or at step 0 by the weights as they are."""
+    stream, path = training.stream, training.run.path / REFERENCE_FILE
+    assert isinstance(stream, StoreStream) and stream.packings is not None
+    sizes = [len(packing.begins) for packing in stream.packings]
+    if path.is_file():
+        margins, source = np.load(path, allow_pickle=False), f"from {path}"
+    elif training.step > 0:
+        raise CheckpointError(
+            "tune.reference-missing",
+            f"{path} is missing: what the starting model thinks of the pairs is not known at step {training.step}",
+            hint="restore the file, or begin a new run",
+        )
+    else:
+        margins, source = compute_reference(training, sum(sizes)), "by the starting weights"
+        if training.world.is_main:
+            buffer = io.BytesIO()
+            np.save(buffer, margins)
+            write_atomic(path, buffer.getvalue())
+    if len(margins) != sum(sizes):
+        raise DataError(
+            "tune.reference-differs",
+            f"{path} is of {len(margins):,} pairs, the store has {sum(sizes):,}",
+            hint="the token store or data.seq_len has changed: begin a new run",
+        )
+    stream.reference = np.split(margins, np.cumsum(sizes)[:-1])
+    return f"reference of {len(margins):,} pairs: {source}"
+
+
+def compute_reference(training: Training, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Chosen minus rejected log-probability of every pair, on all ranks together."""
+    recipe, world, module = training.recipe, training.world, training.parts.modules[0]
+    plain = recipe.data.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
+    stream = StoreStream(training.stream.store, plain, seed=0, split="train", vocab=module.vocab)
+    assert stream.packings is not None and module.head is not None
+    stream.reference = [np.zeros(len(packing.begins), dtype=np.float32) for packing in stream.packings]
+    # In natural proportion the first pass over all sources ends together: each window comes once.
+    windows, size = int(stream.mixture.windows.sum()), world.layout.micro_batch
+    margins = torch.zeros(count, dtype=torch.float64, device=world.device)
+    loss, module.head.loss = module.head.loss, partial(pair_margins, chunk=recipe.train.loss_chunk)
+    try:
+        with torch.no_grad(), without_dropout([module]):
+            for start in range(0, windows, size * world.layout.data):
+                own = np.minimum(start + world.data_rank * size + np.arange(size), windows - 1)
+                arrays = stream.sequences(own), stream.document_ids(own), stream.ignored(own), stream.pairs(own)
+                tokens, documents, ignored, pairs = (torch.from_numpy(array).to(world.device) for array in arrays)
+                inputs, targets, numbers = cut(tokens.long(), documents.long(), world, ignored)
+                found = module(inputs, torch.cat((targets[..., None], pairs.long()), -1), numbers)
+                margins[found[0].long()] = found[1]
+    finally:
+        module.head.loss = loss
+    # A window that fills up the last batch is computed by several ranks.
+    times = world.sum_((margins != 0).double())
+    return (world.sum_(margins) / times.clamp(min=1)).float().cpu().numpy()
