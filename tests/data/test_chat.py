@@ -43,7 +43,11 @@ def make_tokenizer(folder: Path, template: Any = None, **config: Any) -> Tokeniz
     first = len(value["model"]["vocab"])
     value["added_tokens"] += [{"id": first + i, "content": name, **flags} for i, name in enumerate(names)]
     (folder / "tokenizer.json").write_text(json.dumps(value))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>", **flags}}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>", **flags},
+    }
     if template is not None:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **config}))

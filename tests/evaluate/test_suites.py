@@ -255,7 +255,8 @@ def test_the_harness_says_the_same_three_ways(
     folder.mkdir()
     (folder / "ours.yaml").write_text(HARNESS.format(name="ours", file=file))
     opened = open_model(llama_run.path)
-    native = {s.metric: s.value for s in run_harness(opened, tokenizer, ["ours"], folder=folder)}
+    (scores,) = run_harness(opened, tokenizer, ["ours"], folder=folder)
+    native = {s.metric: s.value for s in scores}
     light = {
         s.metric: s.value for s in run_task(opened, tokenizer, read_task_file(file), SuiteOptions()) if s.group == "all"
     }
@@ -273,7 +274,7 @@ def test_the_harness_says_the_same_three_ways(
     assert native["acc_norm"] == hf["acc_norm,none"]
     assert 0 < native["acc"] < 1
     with pytest.raises(ConfigError) as error:
-        run_harness(opened, tokenizer, ["theirs"], folder=folder)
+        next(run_harness(opened, tokenizer, ["theirs"], folder=folder))
     assert error.value.code == "evaluate.harness-task-unknown" and "theirs" in error.value.message
 
 
@@ -283,7 +284,7 @@ def test_a_datasets_library_that_runs_scripts_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("datasets.__version__", "3.6.0")
     with pytest.raises(ConfigError) as error:
-        run_harness(None, None, ["any"])  # type: ignore[arg-type]
+        next(run_harness(None, None, ["any"]))  # type: ignore[arg-type]
     assert error.value.code == "evaluate.dataset-scripts" and "3.6.0" in error.value.message
 
 
@@ -305,11 +306,10 @@ def test_rolling_and_generation_through_the_adapter(llama_run: Run, tokenizer: T
         ]
         total += sum(float(logs[i, t]) for i, t in enumerate(ids[start:stop]))
     assert rolling_likelihood(opened, tokenizer, text) == pytest.approx(total, rel=1e-5)
-    free = generate_until(opened, tokenizer, "de zee", {"max_gen_toks": 8})
+    (free,) = generate_until(opened, tokenizer, [("de zee", {"max_gen_toks": 8})])
     assert len(free) > 2
-    assert (
-        generate_until(opened, tokenizer, "de zee", {"max_gen_toks": 8, "until": [free[2]]}) == free.split(free[2])[0]
-    )
+    requests = [("de zee", {"max_gen_toks": 8, "until": [free[2]]}), ("de zee", {"max_gen_toks": 8})]
+    assert generate_until(opened, tokenizer, requests) == [free.split(free[2])[0], free]
 
 
 def test_overlap_finds_what_was_trained_on(store: Store) -> None:
