@@ -44,7 +44,7 @@ class Code(Suite):
         if not is_text_list(item["test"]):
             return "test must be a text or several"
         try:
-            compile(tests_of(item), "<test>", "exec")
+            compile(item_tests(item), "<test>", "exec")
         except (SyntaxError, ValueError) as error:
             return f"test is not Python ({error})"
         return None
@@ -77,7 +77,7 @@ class Code(Suite):
     ) -> list[EvalScore]:
         answers = generate_answers(opened, tokenizer, items, options, FORM, options.samples)
         programs = [
-            (program_of(item["prompt"], text), tests_of(item))
+            (program_of(item["prompt"], text), item_tests(item))
             for item, texts in zip(items, answers.texts, strict=True)
             for text in texts
         ]
@@ -105,7 +105,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
-def tests_of(item: Item) -> str:
+def item_tests(item: Item) -> str:
     tests = "\n".join(text_list(item["test"]))
     return f"{tests}\ncheck({item['entry_point']})" if "entry_point" in item and "def check(" in tests else tests
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.answers import PromptForm, generate_answers
@@ -51,7 +51,11 @@ def _pattern(text: str) -> str:
     return text
 
 
-Amount = Annotated[int, Field(ge=0)] | Range  # exactly so many, or from ... to
+def _exactly(value: Any) -> Any:
+    return {"at_least": value, "at_most": value} if isinstance(value, int) else value
+
+
+Amount = Annotated[Range, BeforeValidator(_exactly)]  # a number means exactly so many
 Text = Annotated[str, Field(min_length=1)]
 Texts = Text | Annotated[list[Text], Field(min_length=1)]
 
@@ -104,11 +108,7 @@ def follows(text: str, checks: Checks) -> dict[str, bool]:
             continue
         if name in COUNTS:
             count = COUNTS[name](text)
-            results[name] = (
-                count == value
-                if isinstance(value, int)
-                else value.at_least <= count and (value.at_most is None or count <= value.at_most)
-            )
+            results[name] = value.at_least <= count and (value.at_most is None or count <= value.at_most)
         elif name in ("contains", "excludes"):
             hits = [part.casefold() in folded for part in text_list(value)]
             results[name] = all(hits) if name == "contains" else not any(hits)
