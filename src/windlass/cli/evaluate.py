@@ -202,11 +202,14 @@ def _run_tasks(
 ) -> list[str]:
     """Run tasks one after another; the names of those that Ctrl-C left without scores."""
     from windlass.convert.source import find_tokenizer
+    from windlass.data.chat import load_chat_template
     from windlass.evaluate import answers, task_files
     from windlass.evaluate.harness import run_harness
 
     engine = answers.VllmEngine(opened) if tasks.engine == "vllm" else None
     tokenizer = find_tokenizer(opened.source)
+    if tasks.chat:
+        load_chat_template(tokenizer)  # refused now, and not in the middle of the tasks
     names = tasks.harness.split(",") if tasks.harness else []
     unfinished = [task.name for task, _ in chosen] + names
     try:
