@@ -142,6 +142,7 @@ def test_code_is_off_by_default(tmp_path: Path) -> None:
         ({"run_code": True, "samples": 3}, "evaluate.too-few-samples"),
         ({"run_code": True, "pass_at": [5], "samples": 4, "temperature": 1.0}, "evaluate.too-few-samples"),
         ({"run_code": True, "shots": 2}, "evaluate.too-many-shots"),
+        ({"run_code": True, "memory": "1 house"}, "units.unknown-unit"),
     ]
     for options, code in cases:
         with pytest.raises(ConfigError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from rich.table import Table
 from windlass.cli.options import JsonOption, ModelChoice, SaveOption, option_groups
 from windlass.cli.output import bar, show, table, text_of
 from windlass.errors import ConfigError
-from windlass.files import write_atomic
+from windlass.files import append_line, write_atomic
 from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ class TaskOptions:
         bool,
         typer.Option("--weak-sandbox", help="With --run-code: also where the kernel cannot isolate the code fully."),
     ] = False
+    answers: Annotated[
+        Path | None, typer.Option("--answers", help="Append prompts and generated answers to this JSONL file.")
+    ] = None
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Harness: maximum number of questions per task.")
     ] = None
@@ -203,19 +207,26 @@ def _run_tasks(
     """Run tasks one after another; the names of those that Ctrl-C left without scores."""
     from windlass.convert.source import find_tokenizer
     from windlass.data.chat import load_chat_template
-    from windlass.evaluate import answers, task_files
+    from windlass.evaluate import task_files
+    from windlass.evaluate.answers import VllmEngine
     from windlass.evaluate.harness import run_harness
 
-    engine = answers.VllmEngine(opened) if tasks.engine == "vllm" else None
+    engine = VllmEngine(opened) if tasks.engine == "vllm" else None
     tokenizer = find_tokenizer(opened.source)
     if tasks.chat:
         load_chat_template(tokenizer)  # refused now, and not in the middle of the tasks
     names = tasks.harness.split(",") if tasks.harness else []
     unfinished = [task.name for task, _ in chosen] + names
+
+    def keep_answers(name: str, rows: list[dict[str, Any]]) -> None:
+        if tasks.answers is not None:
+            for row in rows:
+                append_line(tasks.answers, {"task": name, **row})
+
     try:
         for task, options in chosen:
             with bar(task.name, quiet=quiet) as progress:
-                more = {"engine": engine, "progress": progress}
+                more = {"engine": engine, "progress": progress, "keep_answers": partial(keep_answers, task.name)}
                 scores = task_files.run_task(opened, tokenizer, task, options.model_copy(update=more))
             if overlap:
                 with bar("looking for overlap", quiet=quiet) as progress:
@@ -225,7 +236,12 @@ def _run_tasks(
         if not names:
             return []
         with bar("harness", quiet=quiet) as progress:
-            harness = {"folder": tasks.harness_folder, "shots": tasks.shots, "limit": tasks.limit, "chat": tasks.chat}
+            harness: dict[str, Any] = {
+                "folder": tasks.harness_folder,
+                "shots": tasks.shots,
+                "limit": tasks.limit,
+                "chat": tasks.chat,
+            }
             parts = run_harness(opened, tokenizer, names, batch=batch, progress=progress, **harness)
             for name, scores in zip(names, parts, strict=True):
                 keep(scores)

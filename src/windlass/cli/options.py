@@ -51,7 +51,7 @@ def option_groups(function: Callable[..., None]) -> Callable[..., None]:
     The command gets options that belong together as one value, instead of twenty parameters.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in groups:

@@ -99,12 +99,11 @@ def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     """The template beside a tokenizer: chat_template.jinja, or the default one of tokenizer_config.json."""
     folder = tokenizer.path.parent
     config = read_json(folder / "tokenizer_config.json") or {}
+    source: Any = config.get("chat_template")
     if (file := folder / "chat_template.jinja").is_file():
         source = file.read_text(encoding="utf-8")
-    else:
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several templates: [{"name": "default", "template": "..."}]
-            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    elif isinstance(source, list):  # several templates: [{"name": "default", "template": "..."}]
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if not source:
         raise DataError(
             "data.chat-template-missing",

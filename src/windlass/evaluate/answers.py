@@ -187,7 +187,14 @@ def generate_answers(
     detail: dict[str, Any] = {"shots": options.shots, "cut": cut, "max_tokens": max_tokens, "chat": options.chat}
     if options.temperature:
         detail |= {"samples": samples, "temperature": options.temperature}
-    return Answers([texts[i : i + samples] for i in range(0, len(texts), samples)], detail)
+    by_item = [texts[i : i + samples] for i in range(0, len(texts), samples)]
+    options.keep_answers(
+        [
+            {"item": number, "prompt": tokenizer.decode(prompt), "answers": group}
+            for number, (prompt, group) in enumerate(zip(prompts, by_item, strict=True), start=1)
+        ]
+    )
+    return Answers(by_item, detail)
 
 
 def prompt_ids(

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def run_program(program: str, tests: str, limits: SandboxLimits, *, weak: bool =
     """
     token = secrets.token_hex(16)  # a program that only exits with 0 has not passed
     read_end, write_end = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="windlass-code-") as folder, tempfile.TemporaryFile("w+") as job:
+    with _work_folder() as folder, tempfile.TemporaryFile("w+") as job:
         texts = {"program": program, "tests": tests, "token": token, "folder": folder, "weak": weak}
         json.dump({**vars(limits), **texts}, job)
         job.seek(0)
@@ -104,7 +104,8 @@ def _watch(
     process: "subprocess.Popen[bytes]", report_from: int, folder: Path, limits: SandboxLimits
 ) -> tuple[str | None, dict[str, Any]]:
     """Wait for the end of a program; the limit that it exceeded, and its report."""
-    deadline = time.monotonic() + limits.wall_seconds
+    next_look = time.monotonic()
+    deadline = next_look + limits.wall_seconds
     printed, report = 0, b""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
@@ -121,10 +122,13 @@ def _watch(
                     printed += len(content)
             if printed > limits.output_bytes:
                 return "output", {}
-            if _folder_bytes(folder) > limits.folder_bytes:
-                return "files", {}
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 return "time", {}
+            if now >= next_look:
+                if _is_larger(folder, limits.folder_bytes):
+                    return "files", {}
+                next_look = now + 0.1
     process.wait()
     with suppress(ValueError):
         value = json.loads(report or b"{}")
@@ -132,13 +136,30 @@ def _watch(
     return None, {}
 
 
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):  # removed meanwhile
-                total += 4096 + os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118
-    return total
+@contextmanager
+def _work_folder() -> Iterator[str]:
+    folder = tempfile.TemporaryDirectory(prefix="windlass-code-", ignore_cleanup_errors=True)
+    try:
+        yield folder.name
+    finally:
+        try:
+            folder.cleanup()
+        except RecursionError:  # a program nested its folders too deep for Python
+            subprocess.run(["rm", "-rf", "--", folder.name], check=False)
+
+
+def _is_larger(folder: Path, limit: int) -> bool:
+    """Whether all files, and a block for each file and folder, take more than `limit` bytes."""
+    total, folders = 0, [str(folder)]
+    while folders and total <= limit:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:  # removed meanwhile
+            for entry in entries:
+                total += 4096
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total > limit
 
 
 def check_sandbox(*, weak: bool) -> tuple[str, ...]:

@@ -74,6 +74,7 @@ class SuiteOptions(TaskHeader):
     engine: Any = None  # a TextEngine; None: our own decoder
     batch: int | None = None  # sequences per forward pass; None: as many as fill the device
     progress: Callable[[int, int], None] = lambda done, total: None
+    keep_answers: Callable[[list[dict[str, Any]]], None] = lambda rows: None  # item, prompt and answers of each item
 
 
 class Suite(Protocol):
