@@ -259,7 +259,7 @@ CASES = [
     Parity(4, 4, {"shard": "full", "tensor": 2}, family="nemotron_h", documents=True),
     Parity(2, 4, {"shard": "none", "pipeline": 2}, family="nemotron_h", documents=True),
     Parity(2, 8, {"shard": "full", "context": 2}, family="nemotron_h", documents=True),
-    Parity(4, 8, {"shard": "none", "context": 2, "tensor": 2}, family="nemotron_h", documents=True),
+    Parity(4, 4, {"shard": "none", "context": 2, "tensor": 2, "expert": 2}, family="nemotron_h", documents=True),
 ]
 
 
