@@ -281,6 +281,7 @@ CASES = [
     Parity(4, 2, {"shard": "hybrid", "shard_size": 2}, "muon"),
     Parity(4, 4, {"shard": "full", "tensor": 2}, "muon", family="qwen3_moe"),
     Parity(4, 2, {"shard": "zero1", "pipeline": 2}, "muon", family="qwen3_moe"),
+    Parity(4, 4, {"shard": "full", "expert": 2}, "muon", family="qwen3_moe"),
     Parity(2, 4, {"shard": "full", "offload": "parameters"}, "muon"),
     Parity(4, 4, {"shard": "none", "context": 2, "tensor": 2, "expert": 2}, family="nemotron_h", documents=True),
 ]
