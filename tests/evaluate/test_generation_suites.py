@@ -90,7 +90,7 @@ def test_summarisation(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert scores["language nl", "chrf"].value == pytest.approx(100)
 
 
-HEADER = {"stop": ["\nprint("], "samples": 2, "pass_at": [1, 2], "temperature": 0.8, "cpu_seconds": 2}
+HEADER = {"stop": ["\nprint("], "samples": 2, "pass_at": [1, 2], "temperature": 0.8, "cpu_seconds": 1}
 ITEMS = [
     {"prompt": "def double(x):\n", "test": ["assert double(2) == 4", "assert double(0) == 0"], "group": "easy"},
     {
