@@ -336,6 +336,9 @@ EXPERT_CASES = [
         for schedule in ("1f1b", "gpipe", "interleaved", "zbv")
     ),
     Parity(4, 2, {"shard": "full", "expert": 2}, "muon", family="olmoe"),
+    Parity(4, 2, {"shard": "hybrid", "shard_size": 2, "expert": 4}, family="gpt_oss"),
+    Parity(4, 2, {"shard": "full", "pipeline": 2, "expert": 2}, family="deepseek_v2"),
+    Parity(4, 2, {"shard": "zero1", "expert": 4}, family="deepseek_v3"),
     Parity(8, 2, {"shard": "full", "expert": 8}, family="olmoe"),
     Parity(8, 2, {"shard": "full", "expert": 2}, family="olmoe"),
     Parity(8, 2, {"shard": "hybrid", "shard_size": 4, "expert": 2}, family="olmoe"),
