@@ -34,7 +34,7 @@ from windlass.layout.resolve import complete_layout, job_size, resolve_step
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.build import build_model
 from windlass.models.presets import model_spec
-from windlass.train.batches import BatchPlan
+from windlass.train.batches import batch_plan
 from windlass.train.mesh import World, open_world
 from windlass.train.optimizers.base import build_optimizer
 from windlass.train.parallelize import ModelParts, parallelize
@@ -248,7 +248,7 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
 
 def _steps(recipe: Recipe, step: StepSpec, parts: ModelParts, world: World) -> Tracker:
     """Two steps, because the first starts without gradients; the update is one fused kernel on a device and allocates nothing."""
-    plan = BatchPlan(world.layout, recipe.data.seq_len, steps=2)
+    plan = batch_plan(recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 2})}), world.layout)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in parts.modules:
             module.to_empty(device="cpu")

@@ -83,7 +83,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
             parameter.add_(torch.randn_like(parameter) * 0.05)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer) * 0.05)
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(tmp_path / "theirs")
     return family, tmp_path / "theirs"
 

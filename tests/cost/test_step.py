@@ -242,3 +242,16 @@ def test_a_bucket_saves_latency_and_lengthens_the_tail(h100: Device) -> None:
     assert traffic("full", None) - traffic("full", 2 * layer_bytes) > 0.3
     # No sharding: a tree is short, and one bucket of everything is reduced after the backward pass.
     assert traffic("none", 70 * layer_bytes) > 2 * traffic("none", 2 * layer_bytes)
+
+
+def test_muon_multiplies_each_matrix_fifteen_times_and_shares_the_work(links: Links) -> None:
+    """1.1B: 5 x (4 m^2 n + 2 m^3) FLOPs for each m x n matrix of 22 layers are 48 TFLOP."""
+    h200, model = find_device("h200"), own(layers=22, width=2048, heads=32, kv_heads=4, ffn=5632, vocab=32000)
+    native: dict[str, Any] = {"engine": "native", "optimizer": "muon", "moment_tensors": 1.1}
+    alone = run(model, h200, links, Layout(), **native).terms["orthogonalisation"]
+    sizes = [(2048, 2048)] * 2 + [(256, 2048)] * 2 + [(2048, 5632)] * 3
+    flops = 22 * sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sizes)
+    assert flops / 48e12 == pytest.approx(1.0, rel=0.1)
+    assert flops / (h200.bf16_tflops * 1e12) < alone < 2.5 * flops / (h200.bf16_tflops * 1e12)
+    four = run(model, h200, links, sharded(4), **native).terms["orthogonalisation"]
+    assert alone / 4 < four < alone / 2, "a fourth of the products, and two messages"

@@ -16,14 +16,15 @@ from windlass.blocks.attention.kernels import (
     block_masked_attention,
     causal_attention,
 )
+from windlass.blocks.head.loss import _chunk_terms, chunk_terms
 from windlass.config import OptimConfig, Recipe
+from windlass.train.capture import WARM_CALLS
 from windlass.train.optimizers.base import build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def curve(count: int = 6, **tables: Any) -> list[float]:
-    """Losses of the first steps of a small model."""
+def small_recipe(count: int, **tables: Any) -> Recipe:
     base: dict[str, Any] = {
         "model": {"layers": 4, "width": 512, "ffn": 1408, "heads": 8, "kv_heads": 4, "vocab": 8000},
         "data": {"seq_len": 512, "batch_tokens": 8192},
@@ -33,7 +34,12 @@ def curve(count: int = 6, **tables: Any) -> list[float]:
         "energy": {"enabled": False},
         "save": {"at_end": False},
     }
-    recipe = Recipe.model_validate({"name": "g", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
+    return Recipe.model_validate({"name": "g", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
+
+
+def curve(count: int = 6, **tables: Any) -> list[float]:
+    """Losses of the first steps of a small model."""
+    recipe = small_recipe(count, **tables)
     torch.compiler.reset()  # or the curves of other tests would count towards the recompile limit
     training = build(recipe)
     with attention_kernel(recipe.train.attention, training.world.device):
@@ -66,6 +72,48 @@ def test_a_technique_changes_speed_not_the_curve(change: dict[str, Any]) -> None
 def test_grouped_products_of_experts_follow_the_loop(change: dict[str, Any]) -> None:
     experts = {"ffn": 256, "experts": {"count": 16, "top_k": 4, "z_loss": 1e-3}}
     assert curve(model=experts, train=change) == pytest.approx(curve(model=experts), abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layout": {"micro_batch": 16}}, {"model": {"ffn": 256, "experts": {"count": 16, "top_k": 4}}}],
+    ids=["one micro-batch", "experts, two micro-batches"],
+)
+def test_a_captured_step_equals_the_launched_one_bit_by_bit(change: dict[str, Any]) -> None:
+    """Attention operation by operation: the fused kernels add gradients of queries in any order."""
+    losses = [
+        curve(train={"capture": capture, "compile": False, "attention": "math"}, **change) for capture in (False, True)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_replayed_pass_strays_no_further_than_a_repeated_one() -> None:
+    """Compiled, with cuDNN's attention, whose gradients differ between two runs of the same kernels."""
+    training = build(small_recipe(1, layout={"micro_batch": 16}, train={"capture": True}))
+    tokens = torch.randint(0, 8000, (16, 513), device="cuda")
+    stepper = training.stepper
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        run(tokens, None)
+        copies = [gradient.float() for gradient in training.optimizer.gradients()]
+        training.optimizer.zero_grad()
+        return copies
+
+    with attention_kernel("auto", training.world.device):
+        launched, repeated = (gradients(stepper._run_passes) for _ in range(2))
+        replayed = [gradients(stepper.gradients) for _ in range(WARM_CALLS + 2)][-1]
+    assert stepper.replayed is not None and stepper.replayed.graph is not None
+    for first, second, third in zip(launched, repeated, replayed, strict=True):
+        assert float((third - first).norm()) <= 4 * float((second - first).norm())
+
+
+@pytest.mark.parametrize(("vocab", "z_loss"), [(7777, 0.0), (8192, 1e-2)], ids=["padded", "z-loss"])
+def test_the_loss_kernel_follows_fp32(vocab: int, z_loss: float) -> None:
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(96, 8192, device="cuda"), torch.randint(0, vocab, (96,), device="cuda")
+    expected = _chunk_terms(logits.bfloat16().double(), targets, vocab, z_loss)
+    for ours, exact in zip(chunk_terms("cuda")(logits.bfloat16(), targets, vocab, z_loss), expected, strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])

@@ -142,6 +142,10 @@ def test_choices_that_follow_the_device_and_the_model(recipe: Callable[..., Reci
     assert resolved(recipe(train={"engine": "deepspeed"})).engine == "deepspeed"
     assert resolved(recipe()).moment_tensors == 2
     assert resolved(recipe(optim={"name": "sgd"})).moment_tensors == 1
+    # Muon keeps one moment for the matrices of layers, and AdamW's two for embedding and head.
+    params = model_spec(recipe().model).params
+    muon = resolved(recipe(optim={"name": "muon"})).moment_tensors
+    assert muon * params.stored == pytest.approx(params.body + 2 * (params.stored - params.body))
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     foreign = resolved(recipe(model={"family": "hf", "config": str(tmp_path)}))

@@ -46,6 +46,8 @@ def make_recipe(
     shape |= {"value_width": 96, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
     if family in ("olmo3", "gemma3"):
         shape |= {"window": 12, "pattern": "WF..."}
+    if family == "gpt_oss" or family.startswith("deepseek"):
+        shape["init_std"] = 0.1  # at 0.02 scores are so small that a wrong gradient of theirs would not show
     if family == "gpt_oss":
         shape |= {"window": 12, "rope_scaling": {"kind": "yarn", "factor": 4.0, "old_length": 16}}
     if family.startswith("deepseek"):
@@ -60,8 +62,9 @@ def make_recipe(
         shape["tied"] = True
     shape |= layout.pop("model", {})
     seq_len, sequences = layout.pop("seq_len", 32), layout.pop("sequences", 16)
-    data = {"mask_documents": True} if layout.pop("documents", False) else {}
-    optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}}[optimizer]
+    reset = family in ("gpt_oss", "deepseek_v3")
+    data = {"mask_documents": True, "reset_positions": reset} if layout.pop("documents", False) else {}
+    optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}, "muon": {"lr": 1e-3, "eps": 1e-2}}[optimizer]
     if optimizer == "adamw" and (family in ("retnet", *EXPERTS) or "tied" in shape):
         # At AdamW's own eps these are chaotic: one process in other micro-batches leaves its own curve within ten steps.
         optim = {"lr": 1e-3, "eps": 1e-2}
@@ -103,11 +106,12 @@ def alone() -> Any:
         tied: bool = False,
         documents: bool = False,
         layers: int = 4,
+        goldfish: bool = False,
         steps: int = STEPS,
     ) -> Any:
         torch.set_num_threads(1)
         micro_batch = 4 if tied or documents else 16
-        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents, layers).train()
+        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents, layers, goldfish).train()
 
     return get
 
@@ -170,9 +174,11 @@ class Parity:
     documents: bool = False
     """Two documents in a sequence, the z-loss and validation: what each layout must bring together in its own way."""
     layers: int = 4
+    goldfish: bool = False
 
     def recipe(self, **changes: Any) -> Recipe:
         masked = {"documents": True, "train": {"z_loss": 1e-2}} if self.documents else {}
+        masked = {"train": {"z_loss": 1e-2, "goldfish_k": 4, "goldfish_h": 6}} if self.goldfish else masked
         shape = {"tied": self.tied, "model": {"layers": self.layers}}
         options = {**shape, "micro_batch": self.micro, **masked, **self.layout, **changes}
         return make_recipe(self.optimizer, self.family, **options)
@@ -181,7 +187,13 @@ class Parity:
         return train_here(self.recipe(), self.documents)
 
     def __str__(self) -> str:
-        kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents]
+        kind = [
+            self.family,
+            self.optimizer,
+            "tied" * self.tied,
+            "documents" * self.documents,
+            "goldfish" * self.goldfish,
+        ]
         kind += [f"{self.layers} layers"] if self.layers != 4 else []
         sizes = [f"{key}={value}" for key, value in self.layout.items()]
         return "-".join([f"{self.world}x{self.micro}", *filter(None, kind), *sizes])
@@ -259,6 +271,17 @@ CASES = [
     Parity(4, 4, {"shard": "full", "tensor": 2}, family="nemotron_h", documents=True),
     Parity(2, 4, {"shard": "none", "pipeline": 2}, family="nemotron_h", documents=True),
     Parity(2, 8, {"shard": "full", "context": 2}, family="nemotron_h", documents=True),
+    Parity(4, 8, {"shard": "none", "context": 2, "tensor": 2}, family="nemotron_h", documents=True),
+    # The counted tokens of the whole batch divide the loss.
+    Parity(4, 2, {"shard": "full", "tensor": 2}, goldfish=True),
+    Parity(4, 2, {"shard": "none", "context": 2, "pipeline": 2}, goldfish=True),
+    # Muon needs whole matrices: of shards, of copies (each orthogonalised once), of heads and of stacked experts.
+    Parity(4, 4, {"shard": "full"}, "muon"),
+    Parity(4, 4, {"shard": "none"}, "muon"),
+    Parity(4, 2, {"shard": "hybrid", "shard_size": 2}, "muon"),
+    Parity(4, 4, {"shard": "full", "tensor": 2}, "muon", family="qwen3_moe"),
+    Parity(4, 2, {"shard": "zero1", "pipeline": 2}, "muon", family="qwen3_moe"),
+    Parity(2, 4, {"shard": "full", "offload": "parameters"}, "muon"),
     Parity(4, 4, {"shard": "none", "context": 2, "tensor": 2, "expert": 2}, family="nemotron_h", documents=True),
 ]
 
@@ -291,7 +314,10 @@ def by_world(case: Parity) -> Any:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", map(by_world, CASES))
 def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> None:
-    compare(curves(case), alone(case.optimizer, case.family, case.tied, case.documents, case.layers))
+    compare(
+        curves(case),
+        alone(case.optimizer, case.family, case.tied, case.documents, case.layers, case.goldfish),
+    )
 
 
 EXPERT_CASES = [
@@ -310,6 +336,10 @@ EXPERT_CASES = [
         Parity(4, 2, {"shard": "zero1", "pipeline": 2, "schedule": schedule, "expert": 2}, family="qwen3_moe")
         for schedule in ("1f1b", "gpipe", "interleaved", "zbv")
     ),
+    Parity(4, 2, {"shard": "full", "expert": 2}, "muon", family="olmoe"),
+    Parity(4, 2, {"shard": "hybrid", "shard_size": 2, "expert": 4}, family="gpt_oss"),
+    Parity(4, 2, {"shard": "full", "pipeline": 2, "expert": 2}, family="deepseek_v2"),
+    Parity(4, 2, {"shard": "zero1", "expert": 4}, family="deepseek_v3"),
     Parity(8, 2, {"shard": "full", "expert": 8}, family="olmoe"),
     Parity(8, 2, {"shard": "full", "expert": 2}, family="olmoe"),
     Parity(8, 2, {"shard": "hybrid", "shard_size": 4, "expert": 2}, family="olmoe"),

@@ -96,6 +96,19 @@ def test_every_kind_of_layer_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     assert dynamo.recompile_limit == 4 * (3 + 1)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_are_measured_without_a_break(front_end: None, recompute: str) -> None:
+    looks = []
+    for options in ({}, {"compile": True, "recompute": recompute}):
+        torch._dynamo.reset()
+        training = build(recipe(instruments=1, **options))
+        batches = loop.open_batches(training)
+        looks.append(training.stepper.step(*next(batches), 0.1, measure=True).layers)
+        batches.close()
+    torch.testing.assert_close(looks[1], looks[0], rtol=1e-4, atol=1e-6, equal_nan=True)
+    assert torch.isfinite(looks[0][:2]).all()
+
+
 def test_a_budget_keeps_less_and_computes_the_same(front_end: None) -> None:
     full, most = three_steps(recipe(compile=True))
     tight, least = three_steps(recipe(compile=True, recompute="budget", recompute_budget=0.0))

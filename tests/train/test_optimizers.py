@@ -12,12 +12,16 @@ from torch import nn
 from windlass.config import OptimConfig
 from windlass.train.optimizers import base
 from windlass.train.optimizers.base import build_optimizer, decays, round_stochastically, update_function
+from windlass.train.optimizers.muon import exchange
+from windlass.train.optimizers.muon import update as muon
+from windlass.train.optimizers.spec import is_matrix
 
 
 def tiny() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Module()
-    model.embed, model.lin, model.norm = nn.Embedding(10, 8), nn.Linear(8, 8, bias=False), nn.RMSNorm(8)
+    model.embed, model.layers = nn.Embedding(10, 16), nn.ModuleList([nn.Linear(16, 16, bias=False)])
+    model.norm = nn.RMSNorm(16)
     return model
 
 
@@ -82,17 +86,34 @@ def ademamix_by_hand(gradients: list[torch.Tensor], weight: torch.Tensor, config
     return weight
 
 
+def muon_by_hand(gradients: list[torch.Tensor], weight: torch.Tensor, config: OptimConfig) -> torch.Tensor:
+    mean = torch.zeros_like(weight)
+    for gradient in gradients:
+        mean = config.muon_momentum * mean + (1 - config.muon_momentum) * gradient
+        x = config.muon_momentum * mean + (1 - config.muon_momentum) * gradient
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        update = 0.2 * max(weight.shape) ** 0.5 * x
+        weight = weight - config.lr * (update + config.weight_decay * weight)
+    return weight
+
+
 @pytest.mark.parametrize("device_path", [False, True])
-@pytest.mark.parametrize(("name", "by_hand"), [("lion", lion_by_hand), ("ademamix", ademamix_by_hand)])
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [("muon", muon_by_hand), ("lion", lion_by_hand), ("ademamix", ademamix_by_hand)]
+)
 def test_equals_the_papers_formulas(
     name: str, by_hand: Any, device_path: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "compiled_update", update_function)
+    monkeypatch.setattr(muon, "compiled", lambda function: function)
     torch.manual_seed(0)
-    weight, steps = torch.randn(6, 5), [torch.randn(6, 5) for _ in range(12)]
+    weight, steps = torch.randn(20, 16), [torch.randn(20, 16) for _ in range(12)]
     config = OptimConfig(name=name, lr=0.01, beta2=0.99, slow_warmup=8, weight_decay=0.1)
     parameter = nn.Parameter(weight.clone())
-    mine = build_optimizer([("w", parameter)], config)
+    mine = build_optimizer([("layers.0.w", parameter)], config)
     for gradient in steps:
         parameter.grad = gradient.clone()
         if device_path:
@@ -108,7 +129,7 @@ def test_equals_the_papers_formulas(
 def test_which_parameters_decay() -> None:
     assert {n: decays(n, p) for n, p in tiny().named_parameters()} == {
         "embed.weight": False,
-        "lin.weight": True,
+        "layers.0.weight": True,
         "norm.weight": False,
     }
 
@@ -126,15 +147,17 @@ def test_clipping_factor_is_part_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("device_path", [False, True])
-def test_a_bad_step_changes_nothing(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_bad_step_changes_nothing(name: str, device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "compiled_update", update_function)
+    monkeypatch.setattr(muon, "compiled", lambda function: function)
     model = tiny()
-    mine = build_optimizer(model.named_parameters(), OptimConfig())
+    mine = build_optimizer(model.named_parameters(), OptimConfig(name=name))
     gradients(model, 0)
     mine.step(0.1)
     before = [t.clone() for s in mine.slots for t in (s.weights, *s.moments.values())]
     gradients(model, 1)
-    model.lin.weight.grad[0, 0] = float("nan")
+    model.layers[0].weight.grad[0, 0] = float("nan")
     if device_path:
         with torch.no_grad():
             mine.step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(False))
@@ -148,15 +171,15 @@ def test_a_bad_step_changes_nothing(device_path: bool, monkeypatch: pytest.Monke
 def test_master_copy_keeps_what_bf16_loses() -> None:
     model = tiny().to(torch.bfloat16)
     mine = build_optimizer(model.named_parameters(), OptimConfig(name="sgd", weight_decay=0), master=True)
-    start = model.lin.weight.detach().clone()
+    start = model.layers[0].weight.detach().clone()
     for _ in range(100):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         mine.slots[1].moments["momentum"].zero_()
         mine.step(1e-5)
-    slot = next(s for s in mine.slots if s.name == "lin.weight")
+    slot = next(s for s in mine.slots if s.name == "layers.0.weight")
     assert torch.allclose(slot.master, start.float() - 1e-3, atol=1e-5)
-    assert torch.equal(model.lin.weight, slot.master.to(torch.bfloat16))
+    assert torch.equal(model.layers[0].weight, slot.master.to(torch.bfloat16))
 
 
 def test_fp32_sum_of_bf16_gradients() -> None:
@@ -164,10 +187,10 @@ def test_fp32_sum_of_bf16_gradients() -> None:
     mine = build_optimizer(model.named_parameters(), OptimConfig(), master=True)
     mine.accumulate_in_fp32()
     for _ in range(300):  # in bf16 a sum of ones sticks at 256
-        (model.lin.weight.sum()).backward()
-    slot = next(s for s in mine.slots if s.name == "lin.weight")
-    assert torch.equal(slot.gradient, torch.full((8, 8), 300.0))
-    assert model.lin.weight.grad is None
+        (model.layers[0].weight.sum()).backward()
+    slot = next(s for s in mine.slots if s.name == "layers.0.weight")
+    assert torch.equal(slot.gradient, torch.full((16, 16), 300.0))
+    assert model.layers[0].weight.grad is None
     mine.zero_grad()
     assert float(slot.main_grad.sum()) == 0
 
@@ -194,7 +217,7 @@ def test_bf16_moments_follow_fp32_ones() -> None:
         gradients(b, step)
         one.step(1e-2)
         two.step(1e-2)
-    assert torch.allclose(a.lin.weight, b.lin.weight, atol=5e-3)
+    assert torch.allclose(a.layers[0].weight, b.layers[0].weight, atol=5e-3)
 
 
 @pytest.mark.parametrize("device_path", [False, True])
@@ -245,7 +268,7 @@ def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkey
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "ademamix", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "ademamix", "lion", "muon", "sgd"])
 def test_the_update_can_be_compiled_for_tensors_of_any_size(
     name: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,12 +276,77 @@ def test_the_update_can_be_compiled_for_tensors_of_any_size(
     torch.compiler.reset()  # or other cases would count towards the recompile limit
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
     monkeypatch.setattr(base, "compiled_update", lambda rule: torch.compile(update_function(rule), **options))
+    monkeypatch.setattr(muon, "compiled", lambda function: torch.compile(function, **options))
     model = tiny()
-    before = model.lin.weight.detach().clone()
+    before = model.layers[0].weight.detach().clone()
     mine = build_optimizer(model.named_parameters(), OptimConfig(name=name, moments=moments))
     gradients(model, 0)
     with torch.no_grad(), mine.same_noise():
         mine.count += 1
         mine.step_device(mine.slots, 1e-2, torch.tensor(1.0), torch.tensor(True))
-    assert not torch.equal(model.lin.weight, before)
+    assert not torch.equal(model.layers[0].weight, before)
     assert {m.dtype for m in mine.slots[1].moments.values()} == {getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[moments])}  # fmt: skip
+
+
+def test_muon_keeps_one_moment_for_matrices_and_leaves_the_rest_to_adamw() -> None:
+    ours, theirs = tiny(), tiny()
+    mine = build_optimizer(ours.named_parameters(), OptimConfig(name="muon"))
+    adamw = build_optimizer(theirs.named_parameters(), OptimConfig())
+    assert [list(slot.moments) for slot in mine.slots] == [["exp_avg", "exp_avg_sq"], ["exp_avg"], ["exp_avg", "exp_avg_sq"]]  # fmt: skip
+    for step in range(3):
+        gradients(ours, step)
+        gradients(theirs, step)
+        mine.step(1e-2)
+        adamw.step(1e-2)
+    assert torch.equal(ours.embed.weight, theirs.embed.weight) and torch.equal(ours.norm.weight, theirs.norm.weight)
+    assert not torch.allclose(ours.layers[0].weight, theirs.layers[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("layers.3.attention.wq.weight", (64, 64), True),
+        ("layers.3.feed_forward.w1", (8, 96, 64), True),
+        ("layers.3.feed_forward.router", (32, 64), False),
+        ("layers.3.attention_norm.weight", (64,), False),
+        ("layers.3.mixer.conv.weight", (128, 4), False),
+        ("embed.weight", (250, 64), False),
+        ("head.weight", (250, 64), False),
+        ("model.model.layers.0.mlp.gate.weight", (32, 64), False),
+    ],
+)
+def test_which_parameters_are_orthogonalised(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_matrix(name, shape) == expected
+
+
+def test_matrices_are_multiplied_in_batches_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack of experts and the matrices of all layers: one batch for each shape, in the form of torch's own Muon."""
+    torch.manual_seed(0)
+    shapes = {"layers.0.a": (16, 24), "layers.1.a": (16, 24), "layers.0.b": (24, 16), "layers.1.w1": (3, 16, 24)}
+    named = [(name, nn.Parameter(torch.randn(shape))) for name, shape in shapes.items()]
+    starts = {name: parameter.detach().clone() for name, parameter in named}
+    batches, inner = [], muon.orthogonalise
+    monkeypatch.setattr(muon, "orthogonalise", lambda x: (batches.append(tuple(x.shape)), inner(x))[1])
+    mine = build_optimizer(named, OptimConfig(name="muon", lr=0.01, weight_decay=0.1))
+    for _, parameter in named:
+        parameter.grad = torch.randn_like(parameter)
+    mine.step(0.01)
+    assert batches == [(5, 16, 24), (1, 24, 16)]
+    for name, parameter in named:
+        for index in range(3 if parameter.ndim == 3 else 1):
+            start, end, gradient = (
+                t.view(-1, *t.shape[-2:])[index] for t in (starts[name], parameter.detach(), parameter.grad)
+            )
+            theirs = nn.Parameter(start.clone())
+            theirs.grad = gradient
+            torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+            assert torch.allclose(end, theirs.detach(), atol=1e-3), name  # torch iterates in bf16
+
+
+def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.empty(16, 24) for _ in range(5)]
+    assert [len(r.matrices) for r in exchange.plan_rounds(weights, round_size=2 * 16 * 24)] == [2, 2, 1]
+    monkeypatch.setattr(muon, "ROUND_SIZE", 2 * 16 * 24)
+    torch.manual_seed(0)
+    x = torch.randn(5, 16, 24)
+    assert torch.allclose(muon.orthogonalise(x)[3], muon.orthogonalise(x[3:4])[0], atol=1e-5)

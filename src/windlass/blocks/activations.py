@@ -16,7 +16,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gate_function(activation: str, clamp: tuple[float, float]) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """What a block makes of its two first products, gate and up (None: it has no gate, and only the first). `clamp` is
+    """What a block makes of its first products, gate and up; without a gate there is one, and up is None. `clamp` is
     that of `clamped_swiglu`."""
     if activation == "clamped_swiglu":
         return partial(clamped_swiglu, alpha=clamp[0], limit=clamp[1])

@@ -36,6 +36,7 @@ class Block(nn.Module):
     core: Callable[..., Tensor] | None = None
     window: int | None = None  # keys that attention reaches, 0 for all of them; None: the block has no attention
     needs_mask = False  # its attention does more than a plain causal kernel can
+    measures_logits = False  # attention by `wq` and `wk`, whose largest logits `max_logits` can hold
     # Factor of the gradient of the block's auxiliary loss, a sum over tokens; the training step sets it.
     auxiliary_scale = 0.0
     fused = False  # products of the same input run as one (`StepSpec.fused_projections`)

@@ -41,19 +41,29 @@ def generator_of(key: str, device: torch.device) -> torch.Generator:
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a full tensor, divided like the DTensor `like`.
+    """This rank's part of a full tensor, divided like the DTensor `like`."""
+    return full[tuple(slice(start, start + length) for start, length in local_bounds(like))]
+
+
+def local_bounds(like: Tensor) -> list[tuple[int, int]]:
+    """Where this rank's part of a tensor lies in the full one: first index and length of each dimension.
 
     Tensor and expert parallelism divide first and data parallelism divides their parts, although the mesh lists data
     axes first: that is what FSDP2's strided placement means.
     """
-    mesh, part = like.device_mesh, full
+    bounds = [(0, size) for size in like.shape]
+    if not isinstance(like, DTensor):
+        return bounds
+    mesh = like.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] not in ("tp", "ep")):
         placement: Any = like.placements[axis]
         if "Shard" in type(placement).__name__:  # also the strided one, which is not always a subclass of Shard
-            chunks, rank = part.chunk(mesh.size(axis), dim=placement.dim), mesh.get_local_rank(axis)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
+            start, length = bounds[placement.dim]
+            size = -(-length // mesh.size(axis))
+            offset = min(length, size * mesh.get_local_rank(axis))
+            bounds[placement.dim] = start + offset, min(size, length - offset)
+    return bounds
 
 
 def fill_constant(tensor: Tensor, generator: torch.Generator, value: float) -> None:

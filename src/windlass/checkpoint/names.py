@@ -1,6 +1,6 @@
 """Weights of a Hugging Face folder under our parameter names and back, by the tables of `windlass.models.presets`."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +31,13 @@ def from_hf(
     format = PRESETS.load(family).hf
     older = {new: old for table in format.older_names.values() for new, old in table.items()}
     loaded: dict[str, Any] = {}
+    divided: dict[str, Any] = {}  # parts of tensors that hold several of our parameters
     for full, parts in format.folder_tensors(own).items():
-        if format.joins_rows and len(parts) > 1 and full in weights:
-            joined, rows = weights[full], [len(own[name]) for name in parts]
-            if sum(rows) == len(joined):
-                loaded |= dict(zip(parts, joined.split(rows), strict=True))
+        if len(parts) > 1 and full in weights:
+            divided |= dict(
+                zip(parts, divide_joined(weights[full], [own[p] for p in parts], format.joined), strict=True)
+            )
     for name, target in own.items():
-        if name in loaded:
-            continue
         full = format.hf_name(name)
         if full and "{expert}" in full:
             stack = [full.replace("{expert}", str(expert)) for expert in range(len(target))]
@@ -50,12 +49,26 @@ def from_hf(
         tied = format.hf_name(format.tied[name]) if name in format.tied else None
         source = next((source for source in (full, body, older.get(full), tied) if source and source in weights), None)
         if source is not None:
-            index, count = format.turn(name)
-            loaded[name] = weights[source] if count == 1 else weights[source][..., index::count]
+            loaded[name] = divided.get(name, weights[source])
             if (kind := format.transform(name)) and loaded[name].ndim == target.ndim:
                 loaded[name] = TRANSFORMS[kind][0](loaded[name], len(target))
     twins = twins or {}
     return loaded | {name: loaded[twin] for name, twin in twins.items() if name not in loaded and twin in loaded}
+
+
+def divide_joined(tensor: Tensor, parts: Sequence[Tensor], joined: str) -> list[Tensor]:
+    """The parameters that a folder's tensor holds; of rows that do not add up each is given all, which does not fit."""
+    if joined == "turns":
+        return [tensor[..., index :: len(parts)] for index in range(len(parts))]
+    rows = [len(part) for part in parts]
+    return list(tensor.split(rows)) if sum(rows) == len(tensor) else [tensor] * len(parts)
+
+
+def join_parts(parts: Sequence[Tensor], joined: str) -> Tensor:
+    """A folder's tensor of one or several parameters."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(list(parts), dim=-1).flatten(-2) if joined == "turns" else torch.cat(list(parts))
 
 
 def misfits(weights: Mapping[str, Any], own: Mapping[str, Any], untied: Collection[str] = ()) -> list[str]:

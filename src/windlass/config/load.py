@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
 from windlass.config.model import HYBRID_KINDS, LAYER_KINDS, REPEATED, ExpertsConfig, LatentConfig, ModelConfig
+from windlass.config.ramp import ramp_problems
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -293,13 +294,23 @@ def check(recipe: Recipe) -> None:
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
     if data.tokens is None and recipe.train.steps is None:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
-    if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
-        below = data.batch_tokens // data.seq_len * data.seq_len
-        valid = nearest(data.batch_tokens, (size for size in (below, below + data.seq_len) if size))
-        problems.append(
-            f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
-            f"nearest valid: {valid}"
-        )
+    named = [("data.batch_tokens", data.batch_tokens), *(("data.batch_ramp", size) for _, size in data.batch_ramp)]
+    for key, batch in named:
+        if batch is not None and (batch == 0 or batch % data.seq_len):
+            below = batch // data.seq_len * data.seq_len
+            valid = nearest(batch, (size for size in (below, below + data.seq_len) if size))
+            problems.append(
+                f"{key} ({batch:,}) is not a multiple of data.seq_len ({data.seq_len:,}); nearest valid: {valid}"
+            )
+    problems += ramp_problems(data)
+    train = recipe.train
+    if train.goldfish_k == 1:
+        problems.append("train.goldfish_k (1) leaves every token out of the loss; at least 2, or 0 for none")
+    if train.goldfish_k and train.goldfish_h >= data.seq_len:
+        most = data.seq_len - 1
+        problems.append(f"train.goldfish_h ({train.goldfish_h:,}) is not below data.seq_len; at most {most:,}")
+    if train.goldfish_k and train.objective != "next_token":
+        problems.append(f"train.goldfish_k: only with train.objective = next_token, not {train.objective}")
     if data.reset_positions and not data.mask_documents:
         problems.append("data.reset_positions: needs data.mask_documents = true, or leave it out")
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):

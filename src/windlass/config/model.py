@@ -135,8 +135,8 @@ class MambaConfig(Table):
 
 REPEATED = "..."  # at the end of `model.pattern`
 LAYER_KINDS = "FWN"
-HYBRID_KINDS = "M*-E"  # of family nemotron_h: layers of one block
 GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations with a gate
+HYBRID_KINDS = "M*-E"  # of family nemotron_h: layers of one block
 
 
 class ModelConfig(Table):
@@ -250,11 +250,12 @@ class ModelConfig(Table):
         if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
         preset = PRESETS.load(family)
+        defaults = preset.defaults
         for table in ("experts", "latent", "mamba"):
             if isinstance(values.get(table), dict):
-                keys = {**preset.defaults.get(table, {}), **preset.table_defaults.get(table, {})}
+                keys = {**defaults.get(table, {}), **preset.table_defaults.get(table, {})}
                 values = {**values, table: {**keys, **values[table]}}
-        return {**preset.defaults, **values}
+        return {**defaults, **values}
 
     @model_validator(mode="wrap")
     @classmethod

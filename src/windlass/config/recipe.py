@@ -40,6 +40,9 @@ class DataConfig(Table):
     """Tokens of one sequence."""
     batch_tokens: Tokens | None = None
     """Tokens of one optimizer step over all devices."""
+    batch_ramp: list[tuple[Tokens, Tokens]] = Field(default_factory=list)
+    """Other values of `batch_tokens`, each from a token position on: [["100B", "1Mi"], ["1T", "2Mi"]]. The micro-batch
+    stays, so that nothing is compiled again; accumulation grows."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
     reset_positions: bool = False
@@ -55,7 +58,7 @@ class DataConfig(Table):
 
 class OptimConfig(Table):
     name: Annotated[str, Registered(OPTIMIZERS)] = "adamw"
-    """adamw, ademamix, lion, sgd (with momentum), or an optimizer of an installed package."""
+    """adamw, ademamix, lion, muon (AdamW outside the layers' matrices), sgd (with momentum), or an optimizer of an installed package."""
     lr: NonNegativeFloat = 3e-4
     """The highest learning rate, reached at the end of the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -82,10 +85,17 @@ class OptimConfig(Table):
     """AdamW, AdEMAMix: added to the denominator."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD only."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon: decay of the mean of the gradients of matrices."""
+    nesterov: bool = True
+    """Muon: orthogonalise one step ahead of the mean."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied to matrices, not to norms, biases or embeddings."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    qk_clip: NonNegativeFloat = 0.0
+    """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi K2
+    used 100); 0: off. The largest is that of 16 queries of each sequence."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
 
@@ -110,6 +120,9 @@ class TrainConfig(Table):
     """recompute = "budget": share of activation memory to keep."""
     compile: bool | None = None
     """torch.compile per block; default: on for GPUs, off on a CPU."""
+    capture: bool = False
+    """Replay the passes and the update of a step as CUDA graphs: for models so small that the host cannot launch kernels
+    fast enough. One process, without document masks."""
     fuse: bool | None = None
     """Compute queries, keys and values in one product, and gate and up in one; default: only in FP8, where it pays."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
@@ -121,8 +134,16 @@ class TrainConfig(Table):
     """Tokens per chunk of the chunked loss."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-normalizer added to the loss; 0: off."""
+    goldfish_k: NonNegativeInt = 0
+    """Leave about every k-th token out of the loss, always the same ones after the same text, so that it is not learned
+    by heart (Goldfish loss); 0: off."""
+    goldfish_h: PositiveInt = 50
+    """Goldfish loss: tokens before a token that decide whether it is left out."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
+    instruments: NonNegativeInt = 0
+    """Steps between looks at every layer: norms of gradient, weights and update, scale of its output, largest attention
+    logit; 0: off."""
     eval_every: NonNegativeInt = 0
     """Steps between validation passes; 0: only at the end, if there is a validation split."""
     eval_tokens: Tokens = 262_144

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
-from windlass.checkpoint.names import TRANSFORMS
+from windlass.checkpoint.names import TRANSFORMS, join_parts
 from windlass.config import ModelConfig
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
@@ -153,10 +153,7 @@ def write_weights(
                 tensor = stacked[1] if expert is None else stacked[1][expert]
                 kind = format.transform(own_name)
                 parts.append(TRANSFORMS[kind][1](tensor, model.vocab or len(tensor)) if kind else tensor)
-            if len(parts) > 1:
-                tensor = torch.cat(parts) if format.joins_rows else torch.stack(parts, dim=-1).flatten(-2)
-            else:
-                tensor = parts[0]
+            tensor = join_parts(parts, format.joined)
             tensors[hf_name] = tensor.to(torch_dtype).clone(memory_format=torch.contiguous_format)
             file_of[hf_name] = name
             progress(len(file_of), len(names))

@@ -100,9 +100,9 @@ def open_weights(folder: Path) -> StoredWeights:
     return StoredWeights(tensors)
 
 
-# Names in the checkpoint of one tensor of a folder (several: see `HFFormat.weights`), and, where the checkpoint has a
-# stack of experts, which of them.
-Origin = tuple[tuple[str, ...], int | None]
+# Names in the checkpoint of one tensor of a folder (several: `HFFormat.joined`), and, where the checkpoint has a stack of
+# experts, which of them.
+Origin = tuple[list[str], int | None]
 
 
 def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Origin]:
@@ -124,4 +124,4 @@ def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Orig
             exported |= {hf_name.replace("{expert}", str(expert)): (names, expert) for expert in range(count)}
         else:
             exported[older.get(hf_name, hf_name)] = (names, None)
-    return exported or {name: ((name,), None) for name in weights}  # already under Hugging Face's names
+    return exported or {name: ([name], None) for name in weights}  # already under Hugging Face's names

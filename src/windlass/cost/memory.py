@@ -5,10 +5,11 @@ the first layers (all gradients live), and in the optimizer. The estimate is the
 pipeline rank."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windlass.blocks.attention.spec import AttentionSpec
+from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.head.spec import loss_bytes
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.layout.stages import gradient_buckets, stages, stages_of_rank
@@ -16,6 +17,8 @@ from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+# Numbers of the matrices that a rank orthogonalises at once; six such tensors in bf16 exist together.
+MUON_ROUND = 2**28
 # CUDA or ROCm context with loaded kernels, outside the allocator.
 CONTEXT_BYTES = 0.6e9
 # Buffers of one communicator (data, tensor, pipeline, context), outside the allocator.
@@ -145,7 +148,7 @@ def _rank_load(
         embedding=table + model.embedding.positions * model.width if 0 in held else 0.0,
         head=float(model.params.terms["final norm"]) + own_head if has_head else 0.0,
         body=sum(group.layer.rank_params(layout) * count for group, count, _ in loads),
-        experts=sum(group.layer.expert_params * count for group, count, _ in loads) / (layout.tensor * layout.expert),
+        experts=sum(group.layer.expert_params * count for group, count, _ in loads) / layout.expert_split,
         in_flight=1.0 if ranks == 1 else float(min(layout.accumulation, most)),
         has_loss=has_head,
     )
@@ -159,6 +162,9 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
     # that is reduced.
     sharded = layout.weight_shards > 1
     gathered = size * (rank.embedding + rank.head + 2.0 * rank.params_per_layer) if sharded else 0.0
+    if sharded and layout.pipeline > 1 and ENGINE_PROFILES[step.engine].gathers_once_in_pipelines:
+        gathered = size * rank.params
+        early_gradients = gradients = (2.0 if step.gradient_precision == "bf16" else 4.0) * rank.params
     tokens = layout.micro_batch * step.seq_len / layout.context
     activations = rank.kept * tokens * rank.in_flight
     # Without recompute the backward pass frees a layer's activations before the last gradients appear.
@@ -280,7 +286,7 @@ def _native_gathered(
 
 
 def _rank_states(step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[dict[str, float], float, float, float]:
-    if layout.expert == 1:
+    if layout.expert_split == layout.tensor:
         return _states(step, layout, rank.params)
     dense, *dense_sums = _states(step, layout, rank.params - rank.experts)
     experts, *expert_sums = _states(step, layout.for_experts, rank.experts)
@@ -330,6 +336,8 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
         if engine.bucket_bytes and step.gradient_precision is None:
             always["all-reduce buckets"] = min(engine.bucket_bytes, 4.0 * params)
         update = 4.0 * params / layout.shard_size if size == 2.0 else 0.0  # 16-bit gradients are widened for the step
+    if step.optimizer == "muon":
+        update += 12.0 * min(MUON_ROUND, params * layout.tensor * layout.pipeline / layout.devices)
     if layout.offload != "none":
         moved = ("optimizer states", "master weights", *(["weights"] if layout.offload == "parameters" else []))
         always, update = {name: size for name, size in always.items() if name not in moved}, 0.0
@@ -338,8 +346,10 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
 
 def layer_activations(layer: LayerSpec, step: StepSpec, layout: Layout) -> float:
     """Bytes per token that one layer keeps for its backward pass without recompute."""
+    experts_step = replace(step, compile=False) if ENGINE_PROFILES[step.engine].eager_experts else step
     return sum(
-        branch.block.kept_bytes(step, layout) + sum(norm.kept_bytes(step, layout) for norm in branch.norms)
+        branch.block.kept_bytes(experts_step if isinstance(branch.block, ExpertsSpec) else step, layout)
+        + sum(norm.kept_bytes(step, layout) for norm in branch.norms)
         for branch in layer.branches
     )
 

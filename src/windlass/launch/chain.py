@@ -109,7 +109,11 @@ def finished(run: Run) -> bool:
     if steps is not None and last.step is not None:
         return steps <= last.step
     if tokens is not None and last.tokens is not None:
-        return tokens - last.tokens < max(1, batch_tokens or 0)
+        ramp = value_at(config, "data.batch_ramp")
+        ramp = (
+            [known_int(pair[-1]) for pair in ramp if isinstance(pair, list) and pair] if isinstance(ramp, list) else []
+        )
+        return tokens - last.tokens < max(1, *(size or 0 for size in (batch_tokens, *ramp)))
     return True
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.probe import host_names, matches_hosts
 from windlass.config import LayoutConfig, Loaded, Recipe
+from windlass.config.ramp import run_length
 from windlass.errors import LaunchError, PlanError, WindlassError
 from windlass.files import append_line, write_atomic
 from windlass.launch import checks
@@ -201,8 +202,8 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     steps, data, size = recipe.train.steps, recipe.data, None
     with contextlib.suppress(WindlassError):  # a model whose config cannot be read here
         size = model_spec(recipe.model).params.stored * CHECKPOINT_BYTES[recipe.optim.moments]
-    if steps is None and data.tokens and data.batch_tokens:
-        steps = data.tokens // data.batch_tokens
+    if length := run_length(recipe):
+        steps = length[0]
     chosen: Plan | None = None
     try:
         plans = plan(recipe, cluster)
@@ -231,7 +232,7 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
         mfu=chosen.step.mfu,
         memory_share=chosen.memory_share,
         kwh=chosen.energy.kwh,
-        steps=round(chosen.tokens / chosen.batch_tokens),
+        steps=chosen.steps,
         checkpoint_bytes=size,
     )
 

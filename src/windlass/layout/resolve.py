@@ -7,6 +7,7 @@ from functools import cache
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
+from windlass.config.ramp import batch_sizes
 from windlass.layout.types import HYBRID_SHARDS, GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
 from windlass.registry import OPTIMIZERS
@@ -19,14 +20,23 @@ class JobSize:
     devices: int
     devices_per_node: int
     seq_len: int
-    # Sequences of one optimizer step over all devices; None: one micro-batch per replica.
+    # Sequences of one optimizer step over all devices, the largest of a ramp; None: one micro-batch per replica.
     sequences: int | None
+    # The other sizes of a ramp.
+    smaller: tuple[int, ...] = ()
 
 
 def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:
     data = recipe.data
-    sequences = None if data.batch_tokens is None else data.batch_tokens // data.seq_len
-    return JobSize(devices=devices, devices_per_node=devices_per_node, seq_len=data.seq_len, sequences=sequences)
+    batches = [] if data.batch_tokens is None else [size for _, size in batch_sizes(data, data.batch_tokens)]
+    sizes = sorted({batch // data.seq_len for batch in batches})
+    return JobSize(
+        devices=devices,
+        devices_per_node=devices_per_node,
+        seq_len=data.seq_len,
+        sequences=sizes[-1] if sizes else None,
+        smaller=tuple(sizes[:-1]),
+    )
 
 
 def default_shard_size(tensor: int, replicas: int, devices_per_node: int) -> int:
@@ -102,7 +112,7 @@ def resolve_step(
         recompute=train.recompute if recompute is None else recompute,
         recompute_budget=train.recompute_budget,
         optimizer=optim.name,
-        moment_tensors=moment_tensors(optim.name),
+        moment_tensors=moment_tensors(optim.name, model.params.body / model.params.stored),
         moments=optim.moments,
         # In bf16 laying weights side by side costs 1.5 % speed and 4 GiB (H200, benchmarks/gpu_train.py); in FP8 one
         # cast of the shared input instead of three pays for it. Divided products cannot be laid side by side.
@@ -124,5 +134,8 @@ def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:
 
 
 @cache  # a search asks for every candidate
-def moment_tensors(optimizer: str) -> int:
-    return len(OPTIMIZERS.load(optimizer).moments)
+def moment_tensors(optimizer: str, share_of_layers: float) -> float:
+    """Norms and routers count among the matrices of layers: they are less than a thousandth of a layer."""
+    spec = OPTIMIZERS.load(optimizer)
+    count = len(spec.moments)
+    return count if spec.matrix_moments is None else count + share_of_layers * (len(spec.matrix_moments) - count)

@@ -5,7 +5,7 @@ not propose: it does not know what they cost, or they never pay."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.config import Recipe
 from windlass.errors import ConfigError
@@ -147,6 +147,18 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
     violation = batch_violation(layout.data, layout.micro_batch, size)
     if violation is not None:
         yield violation
+    for sequences in size.smaller:
+        batches = nearest_batches(layout, replace(size, sequences=sequences))
+        if batches != [sequences]:
+            unit = layout.data * layout.micro_batch * size.seq_len
+            filled = f", in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
+            yield Violation(
+                "layout.batch-not-divisible",
+                f"data.batch_ramp: a batch of {sequences * size.seq_len:,} tokens is not a multiple of {unit:,} = "
+                f"micro_batch {layout.micro_batch} x seq_len {size.seq_len:,} x {layout.data:,} replica"
+                f"{'s' * (layout.data > 1)}{filled * (layout.pipeline > 1)}",
+                " or ".join(f"{batch * size.seq_len:,}" for batch in sorted(batches)),
+            )
     if layout.accumulation < layout.pipeline:
         fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))
         yield Violation(
@@ -286,6 +298,15 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
             f"data.mask_documents is not possible with model.family = {recipe.model.family!r}",
             hint="use family llama, or data.mask_documents = false",
         )
+    if recipe.optim.qk_clip and not model.foreign:
+        normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]
+        if normed or not any(b.kind == "attention" for b in model.blocks):
+            reason = "queries and keys are normed, which bounds them already" if normed else "the model has none"
+            raise ConfigError(
+                "model.no-qk-clip",
+                f"optim.qk_clip = {recipe.optim.qk_clip:g} scales the weights of queries and keys, but {reason}",
+                hint="leave optim.qk_clip out",
+            )
     if not model.foreign:
         return
     settings = {
@@ -293,6 +314,7 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
         'train.precision = "fp8"': train.precision == "fp8",
         "train.fuse = true": train.fuse,
         'train.attention = "flash3"': train.attention == "flash3",
+        "optim.qk_clip": recipe.optim.qk_clip,
     }
     ignored = [setting for setting, is_set in settings.items() if is_set]
     if ignored:

@@ -147,6 +147,8 @@ class DecoderModel(nn.Module):
         self.position_start = 0  # first position of this rank's part of the sequence
         self.divided_positions = False  # other ranks hold the other positions
         self.resets_positions = False  # they begin again at each document
+        # `observe` gets the number of each layer and its output, where a step is measured (train/instruments.py).
+        self.observer: Any = None
         self._window_masks: dict[tuple[int, int], Any] = {}
         self.tables: dict[str, Table] = {}
         self._table_end = 0
@@ -227,8 +229,10 @@ class DecoderModel(nn.Module):
             tables = {key: tuple(part[places].unsqueeze(1) for part in table) for key, table in tables.items()}
         context = BlockContext(tables, documents, self.block_masks(x, documents))
         hidden: Tensor | Carried = self.embed(x) if self.embeds and self.embed is not None else x
-        for layer in self.typed_layers():
+        for number, layer in zip(self.layers, self.typed_layers(), strict=True):
             hidden = layer(hidden, context)
+            if self.observer is not None:
+                self.observer.observe(int(number), added(hidden))
         return added(hidden) if self.norm is None else self.norm(added(hidden))
 
     def block_masks(self, x: Tensor, documents: Tensor | None) -> dict[int, Any]:

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 # Keys of the [model] table that change what the model computes.
 STRUCTURE = set(ModelConfig.model_fields) - {
     "family",
@@ -24,13 +25,15 @@ def structure(model: ModelConfig) -> dict[str, Any]:
     """Values of the [model] table that change what the model computes, those of its tables with dotted keys."""
     tables = {"experts": model.experts is not None, "mamba": model.mamba is not None}
     values = {key: getattr(model, key) for key in STRUCTURE} | tables
-    dotted: dict[str, dict[str, Any]] = {}
+    experts, mamba = (
+        dict[str, Any](),
+        {} if model.mamba is None else model.mamba.model_dump(exclude={"chunk", "dt_max"}),
+    )
     if model.experts is not None:
-        dotted["experts"] = model.experts.model_dump(exclude={"balance_weight", "bias_step", "z_loss"})
+        experts = model.experts.model_dump(exclude={"balance_weight", "bias_step", "z_loss"})
         # A loss leaves nothing behind in the model.
-        dotted["experts"]["balance"] = "bias" if model.experts.bias_strength else "loss"
-    if model.mamba is not None:
-        dotted["mamba"] = model.mamba.model_dump(exclude={"chunk", "dt_max"})
+        experts["balance"] = "bias" if model.experts.bias_strength else "loss"
+    dotted = {"experts": experts, "mamba": mamba}
     return values | {f"{table}.{key}": value for table, keys in dotted.items() for key, value in keys.items()}
 
 
@@ -85,9 +88,11 @@ class HFFormat:
     # Names of tensors of the folder, with {layer}, that always hold this one number.
     weights: Mapping[str, str] | None = None
     # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names. With {expert}
-    # the folder has one tensor per expert, of which ours is the stack. Of several parameters with one name the folder
-    # has one tensor, whose last dimension takes numbers from each in turn, or which has the rows of each (`joins_rows`).
-    joins_rows: bool = False
+    # the folder has one tensor per expert, of which ours is the stack. Several of our parameters may have one name: see
+    # `joined`.
+    joined: Literal["rows", "turns"] = "rows"
+    # Of several parameters with one name the folder has one tensor: the rows of each, in the order of `weights`; or its
+    # last dimension takes numbers from each in turn.
     transforms: Mapping[str, str] = field(default_factory=dict)
     # Our parameter name, with {layer} -> name of a weight transform (checkpoint.names.TRANSFORMS).
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -115,24 +120,16 @@ class HFFormat:
     def transform(self, name: str) -> str | None:
         return self.transforms.get(without_layer(name))
 
-    def folder_tensors(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Name in the folder -> those of our parameters that it holds, in the order of the table."""
+    def folder_tensors(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Name in the folder -> our parameters that it holds, in the order of the table; see `joined`."""
         tensors: dict[str, list[str]] = {}
         for name in names:
             if (target := self.hf_name(name)) is not None:
                 tensors.setdefault(target, []).append(name)
         order = {name: place for place, name in enumerate(self.weights or ())}
-        return {
-            target: tuple(sorted(parts, key=lambda name: order.get(without_layer(name), 0)))
-            for target, parts in tensors.items()
-        }
-
-    def turn(self, name: str) -> tuple[int, int]:
-        """Which of how many parameters this one is, of those that share its name in the folder and take turns."""
-        weights = self.weights or {}
-        target = weights.get(without_layer(name))
-        sharing = [] if self.joins_rows else [own for own, other in weights.items() if other == target]
-        return (sharing.index(without_layer(name)), len(sharing)) if len(sharing) > 1 else (0, 1)
+        for parts in tensors.values():
+            parts.sort(key=lambda name: order.get(without_layer(name), 0))
+        return tensors
 
     def write_config(self, model: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of a model table; `facts` are the values that do not come from the recipe."""

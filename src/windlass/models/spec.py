@@ -58,7 +58,7 @@ class LayerSpec:
 
     def rank_params(self, layout: Layout) -> float:
         """That a rank holds before sharding."""
-        return (self.num_params - self.expert_params * (1.0 - 1.0 / layout.expert)) / layout.tensor
+        return (self.num_params - self.expert_params) / layout.tensor + self.expert_params / layout.expert_split
 
     @cached_property
     def fusable_weights(self) -> int:

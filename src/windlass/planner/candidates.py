@@ -1,5 +1,6 @@
 """Layouts worth estimating for a model, a batch and a machine."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -97,9 +98,12 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
             shards = [s for s in shards if s[0] not in HYBRID_SHARDS or 0 in (s[1] % expert, expert % s[1])]
         for micro_batch, (shard, shard_size) in product(micro_batches, shards):
             accumulation = 1 if sequences is None else sequences // (data * micro_batch)
-            if accumulation < pipeline:
+            if accumulation < pipeline or any(s % (data * micro_batch) for s in task.size.smaller):
+                continue
+            if min(task.size.smaller, default=math.inf) < data * micro_batch * pipeline:
                 continue
             interleaves = pipeline > 1 and num_layers % (2 * pipeline) == 0 and accumulation % pipeline == 0
+            interleaves = interleaves and not any(s % (data * micro_batch * pipeline) for s in task.size.smaller)
             for schedule, chunks in (("1f1b", 1), ("interleaved", 2))[: 2 if interleaves else 1]:
                 layout = Layout(
                     tensor=tensor,

@@ -118,7 +118,7 @@ def better_batch(task: PlanTask, before: Plan | None) -> RecipeChange | None:
     """The nearest batch that the layout (the recipe's or one of the planner's) divides without loss; None where the
     recipe's own is as good. `before` is the plan with the recipe's own, None where it has none."""
     sequences, wish = task.size.sequences, task.recipe.layout
-    if sequences is None or (wish is None and sequences % task.devices == 0):
+    if sequences is None or task.size.smaller or (wish is None and sequences % task.devices == 0):
         return None
     layouts = [Layout(data=task.devices // tensor) for tensor in legal_degrees(task, "tensor", divisors(task.per_node))]
     layouts = layouts if wish is None else [complete_layout(wish, task.size)]

@@ -38,8 +38,10 @@ class Plan:
     memory: MemoryEstimate
     limit_bytes: float
     step: StepEstimate
+    # Of one step, the largest of a ramp.
     batch_tokens: int
     tokens: float
+    steps: int
     days: float
     node_hours: float
     power: PowerEstimate
@@ -189,8 +191,15 @@ def estimate_plan(
     spec = spec or candidate.step(task)
     step = estimate_step(task.model, spec, candidate.layout, task.machine)
     batch_tokens = candidate.layout.sequences_per_step * task.seq_len
-    tokens = task.tokens(batch_tokens)
-    hours = tokens / batch_tokens * step.seconds / 3600
+    tokens, steps, seconds = 0.0, 0.0, 0.0
+    for part, batch in task.phases(batch_tokens):
+        phase = step
+        if batch != batch_tokens:
+            accumulation = candidate.layout.accumulation * batch // batch_tokens
+            layout = replace(candidate.layout, accumulation=accumulation)
+            phase = estimate_step(task.model, spec, layout, task.machine)
+        tokens, steps, seconds = tokens + part, steps + part / batch, seconds + part / batch * phase.seconds
+    hours = seconds / 3600
     power = node_power(task.device, task.cluster.node, busy_share(step))
     peak, matmul = task.device.bf16_tflops, task.device.matmul_tflops
     return Plan(
@@ -200,6 +209,7 @@ def estimate_plan(
         step=step,
         batch_tokens=batch_tokens,
         tokens=tokens,
+        steps=round(steps),
         days=hours / 24,
         node_hours=hours * task.nodes,
         power=power,

@@ -6,6 +6,7 @@ from functools import cached_property
 from windlass.clusters import Cluster, Device, load_device
 from windlass.clusters.model import Grid
 from windlass.config import Recipe
+from windlass.config.ramp import batch_phases
 from windlass.cost.engines import AS_IN_2024, OTHER_ENGINES
 from windlass.cost.step import Machine
 from windlass.errors import ConfigError
@@ -71,11 +72,14 @@ class PlanTask:
     def machine(self) -> Machine:
         return Machine(self.device, self.cluster.links, self.per_node, self.cluster.efficiency)
 
-    def tokens(self, batch_tokens: int) -> float:
-        """Tokens of the whole run."""
-        steps, tokens = self.recipe.train.steps, self.recipe.data.tokens
-        assert steps is not None or tokens is not None  # config.check has asked for one of the two
-        return float(tokens or 0) if steps is None else float(steps * batch_tokens)
+    def phases(self, batch_tokens: int) -> list[tuple[float, int]]:
+        """(tokens, batch) of each stretch of the run; `batch_tokens` where the recipe has no batch of its own."""
+        data, steps = self.recipe.data, self.recipe.train.steps
+        assert steps is not None or data.tokens is not None  # config.check has asked for one of the two
+        if not data.batch_ramp:
+            return [(float(data.tokens or 0) if steps is None else float(steps * batch_tokens), batch_tokens)]
+        phases = batch_phases(self.recipe, data.batch_tokens or batch_tokens)
+        return [(float(phase.steps * phase.batch_tokens), phase.batch_tokens) for phase in phases]
 
 
 def make_task(

@@ -11,6 +11,7 @@ import numpy as np
 
 from windlass.clusters.load import load_cluster
 from windlass.config import Recipe
+from windlass.config.ramp import run_length
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.energy.ledger import build as build_ledger
@@ -44,7 +45,7 @@ from windlass.units import print_text
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
 BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollback")
 # Of which a list of events has too many, or too long ones.
-HIDDEN_EVENTS = ("removed", "interval", "expert_loads")
+HIDDEN_EVENTS = ("removed", "interval", "expert_loads", "layers")
 SILENT_SECONDS = 120.0
 # Goodput is summed over at most so many metrics lines, evenly spread: its error is then far below a thousandth.
 MAX_HISTORY_LINES = 20_000
@@ -289,15 +290,15 @@ STATUS: dict[type[Event], str] = {
 
 
 def _recipe_fields(recipe: Recipe, brief: bool) -> dict[str, Any]:
-    m, data, steps = recipe.model, recipe.data, recipe.train.steps
+    m, data = recipe.model, recipe.data
     total = active = None
     # A Hugging Face config may not have been copied.
     with contextlib.suppress(WindlassError, OSError, KeyError, TypeError, ValueError):
         if not brief:
             total, active = model_spec(m).params.total, model_spec(m).params.active
     target = data.tokens
-    if target is None and steps is not None and data.batch_tokens is not None:
-        target = steps * data.batch_tokens
+    if target is None and (length := run_length(recipe)) is not None:
+        target = length[1]
     sizes = f", {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}" if m.vocab else ""
     return {
         "name": print_text(recipe.name),

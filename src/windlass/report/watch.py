@@ -10,7 +10,7 @@ from rich.text import Text
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary, collect, sample_columns
 from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known, last_known
 from windlass.report.tables import counted, energy_card, goodput, number, percent, rate, silence, state, watts
-from windlass.runs.events import Saved
+from windlass.runs.events import LayersMeasured, Saved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
 
@@ -120,8 +120,13 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         Text.assemble((f"{name:9}", "dim"), (spark(columns.get(key), width - 10), "cyan"))
         for name, key in (("loss", "loss"), ("tokens/s", "tokens_per_second"))
     ]
+    looks = [e for e in s.events if isinstance(e, LayersMeasured)]
     # Of the newest five events as many as there is room for.
-    events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2) :] if lines_left > 2 else []
+    events = (
+        [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2 - bool(looks)) :]
+        if lines_left > 2 + bool(looks)
+        else []
+    )
     ages = ["?" if e.time is None else print_seconds(max(0.0, now - e.time)) for e in events]
 
     def cut(text: str, style: str) -> Text:
@@ -139,5 +144,6 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         bar,
         grid,
         *curves[: max(0, lines_left)],
+        *(cut(e.describe(), "") for e in looks[-1:] if lines_left > 2),
         *(cut(f"  {age:>12} ago  {e.describe()}", "dim") for age, e in zip(ages, events, strict=True)),
     )

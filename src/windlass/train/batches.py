@@ -1,5 +1,6 @@
 """Which sequences each rank takes at a step, and the batches themselves, read ahead by a thread."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from windlass.blocks.head.loss import IGNORED
 from windlass.config import Recipe
+from windlass.config.ramp import BatchPhase, batch_phases
 from windlass.data.stream import Loader
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
@@ -19,44 +22,73 @@ Batch = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of a step and of the run. The global order of sequences does not depend on the number of ranks."""
+    """Sizes of the steps and of the run. The global order of sequences does not depend on the number of ranks."""
 
+    # Its accumulation is that of the largest batch.
     layout: Layout
     seq_len: int
-    steps: int
+    phases: tuple[BatchPhase, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.phases[-1].end
 
     @property
     def sequences_per_rank(self) -> int:
+        """In the largest batch."""
         return self.layout.micro_batch * self.layout.accumulation
 
     @property
     def tokens_per_step(self) -> int:
+        """In the largest batch."""
         return self.layout.sequences_per_step * self.seq_len
 
-    @property
-    def total_tokens(self) -> int:
-        return self.steps * self.tokens_per_step
+    def batch_tokens(self, tokens: int) -> int:
+        """Tokens of the step that begins after `tokens`."""
+        return next(phase.batch_tokens for phase in reversed(self.phases) if phase.start <= tokens)
 
-    def indexes(self, sequences_done: int, data_rank: int) -> npt.NDArray[np.int64]:
-        """Global sequence numbers of this rank for the step that begins at `sequences_done`."""
-        start = sequences_done + data_rank * self.sequences_per_rank
-        return np.arange(start, start + self.sequences_per_rank, dtype=np.int64)
+    def tokens_after(self, tokens: int, steps: int) -> int:
+        """Position of a run that is at `tokens`, `steps` steps later."""
+        for phase, following in itertools.zip_longest(self.phases, self.phases[1:]):
+            if following is None:
+                return tokens + steps * phase.batch_tokens
+            count = min(steps, max(0, -(-(following.start - tokens) // phase.batch_tokens)))
+            tokens, steps = tokens + count * phase.batch_tokens, steps - count
+        raise AssertionError("a plan has phases")
+
+    def indexes(self, sequences_done: int, data_rank: int, tokens: int = 0) -> npt.NDArray[np.int64]:
+        """Global sequence numbers of this rank for the step that begins at `sequences_done`, after `tokens`."""
+        count = self.batch_tokens(tokens) // self.seq_len // self.layout.data
+        start = sequences_done + data_rank * count
+        return np.arange(start, start + count, dtype=np.int64)
 
 
 def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
-    step_tokens = layout.sequences_per_step * recipe.data.seq_len
-    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // step_tokens)
-    return BatchPlan(layout, recipe.data.seq_len, steps)
+    batch_tokens = recipe.data.batch_tokens or layout.sequences_per_step * recipe.data.seq_len
+    return BatchPlan(layout, recipe.data.seq_len, batch_phases(recipe, batch_tokens))
 
 
 class BatchReader:
     """Batches from a position of the stream on, already on the device."""
 
-    def __init__(self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, documents: bool) -> None:
+    def __init__(
+        self, stream: Any, plan: BatchPlan, world: World, progress: tuple[int, int], *, documents: bool
+    ) -> None:
+        """`progress`: tokens and sequences before the first batch."""
         self._device, self._documents = world.device, documents
+        tokens, sequences = progress
+
+        def indexes(number: int) -> npt.NDArray[np.int64]:
+            position = plan.tokens_after(tokens, number)
+            return plan.indexes(sequences + (position - tokens) // plan.seq_len, world.data_rank, position)
+
         self._loader = Loader(
             stream,
-            lambda n: plan.indexes(sequences_done + n * plan.layout.sequences_per_step, world.data_rank),
+            indexes,
             pin=world.cuda,
             documents=documents,
         )
@@ -76,9 +108,13 @@ class BatchReader:
         self._loader.close()
 
 
-def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them."""
+def cut(
+    tokens: Tensor, documents: Tensor | None, world: World, ignored: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them. Targets
+    that are `ignored` (sequences, seq_len) do not count in the loss."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    targets = targets if ignored is None else targets.masked_fill(ignored, IGNORED)
     numbers = None if documents is None else documents[:, :-1]
     if world.layout.context > 1:
         width = inputs.shape[1] // world.layout.context

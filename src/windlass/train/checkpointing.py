@@ -55,7 +55,8 @@ class Checkpointing:
                 **self.training.parts.saved_buffers(),
             },
             "optim": {
-                name: {slot.name: slot.moments[name] for slot in optimizer.slots} for name in optimizer.moment_names
+                name: {slot.name: slot.moments[name] for slot in optimizer.slots if name in slot.moments}
+                for name in optimizer.moment_names
             },
             "count": optimizer.count,
             "guard": self.training.stepper.guard.memory,

@@ -37,9 +37,10 @@ class Progress:
     sequences: int = 0
 
     def advance(self, plan: BatchPlan) -> None:
+        batch = plan.batch_tokens(self.tokens)
         self.step += 1
-        self.tokens += plan.tokens_per_step
-        self.sequences += plan.layout.sequences_per_step
+        self.tokens += batch
+        self.sequences += batch // plan.seq_len
 
 
 @dataclass(frozen=True)

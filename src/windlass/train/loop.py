@@ -176,8 +176,11 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
         while progress.step < plan.steps:
             tokens, documents = next(batches)
             each(hooks, "on_step_begin", training)
-            lr = learning_rate(recipe.optim, progress.tokens + plan.tokens_per_step, plan.total_tokens)
-            result = training.stepper.step(tokens, documents, lr)
+            batch_tokens = plan.batch_tokens(progress.tokens)
+            lr = learning_rate(recipe.optim, progress.tokens + batch_tokens, plan.total_tokens)
+            every = recipe.train.instruments
+            measure = {"measure": True} if every and (progress.step + 1) % every == 0 else {}
+            result = training.stepper.step(tokens, documents, lr, **measure)
             result.data_seconds = batches.wait_seconds
             progress.advance(plan)
             if progress.step % recipe.train.gc_every == 0:
@@ -217,7 +220,7 @@ def open_batches(training: Training) -> BatchReader:
         training.stream,
         training.plan,
         training.world,
-        training.progress.sequences,
+        (training.progress.tokens, training.progress.sequences),
         documents=training.start.step.mask_documents,
     )
 
@@ -266,7 +269,7 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
     plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
     training.say(saver.prepare(state))
-    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step).text)
+    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.total_tokens // plan.steps).text)
     if training.world.cuda and training.recipe.train.engine == "native":
         training.say(trial_step(training))
     checkpoints.timer.restart(training.step, training.tokens)

@@ -282,8 +282,8 @@ def set_sync(module: nn.Module, sync: GradientSync, last: bool) -> None:
     module.set_reshard_after_backward(last or not sync.keep_weights)
 
 
-def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The schedule that moves micro-batches through the stages, or None without a pipeline."""
+def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: int) -> Any:
+    """The schedule that moves `micro_batches` through the stages, or None without a pipeline."""
     if parts.num_stages == 1:
         return None
     from torch.distributed.pipelining import PipelineStage, schedules
@@ -292,8 +292,9 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
         def _post_metadata_inference_cleanup(self) -> None:
             """Before its first batch a schedule runs each stage once to learn its shapes; that does not count."""
             super()._post_metadata_inference_cleanup()
-            for block in cast(DecoderModel, self.submod).blocks():
-                block.clear_counts()
+            module = cast(DecoderModel, self.submod)
+            for counter in (*module.blocks(), *(() if module.observer is None else (module.observer,))):
+                counter.clear_counts()
 
     assert world.mesh is not None
     pipeline_stages = [
@@ -307,4 +308,4 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
         "zbv": schedules.ScheduleZBVZeroBubble,
     }[world.layout.schedule]
     first = pipeline_stages[0] if len(pipeline_stages) == 1 else pipeline_stages
-    return make(first, world.layout.accumulation, loss_fn=loss, scale_grads=False)
+    return make(first, micro_batches, loss_fn=loss, scale_grads=False)

@@ -31,9 +31,12 @@ class Routers:
             for block in layer.children()
             if isinstance(block, Experts)
         }
+        self.set_scale(scale)
+
+    def set_scale(self, scale: float) -> None:
         for block in self.blocks.values():
             # Every tensor-parallel rank computes the loss and adds its share of the gradient.
-            block.auxiliary_scale = scale / world.layout.tensor
+            block.auxiliary_scale = scale / self.world.layout.tensor
 
     def clear(self) -> None:
         for block in self.blocks.values():

@@ -17,12 +17,17 @@ from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
 from windlass.train.batches import BatchPlan, cut
+from windlass.train.capture import Replayed, obstacle
+from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
+from windlass.train.instruments import AttentionLogits, Instruments, QKClip
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 from windlass.train.routers import Routers
 
+# Values of a gradient from which on a kernel of its own is faster.
+LARGE = 2**24
 # A moment, at no cost while training: an event on a GPU, which is read later; elsewhere seconds of the host's clock.
 Mark = torch.cuda.Event | float
 
@@ -34,12 +39,15 @@ class StepResult:
 
     values: Tensor
     lr: float
-    # Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline.
+    # Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline, and where
+    # the passes are a CUDA graph.
     forward: list[tuple[Mark, Mark]] | None
     # How long the step waited for its batch.
     data_seconds: float = 0.0
     # Rows of each expert in the batch (layers with experts, experts).
     expert_loads: Tensor | None = None
+    # What `Instruments.finish` measured, in a step that was asked for it.
+    layers: Tensor | None = None
 
     def forward_seconds(self) -> float | None:
         """On a GPU only when the step is done: its events are read long after."""
@@ -58,51 +66,101 @@ class Stepper:
         beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
-        self.clip, self.scale = recipe.optim.clip, 1.0 / plan.tokens_per_step
+        self.clip = recipe.optim.clip
+        # Of a sum over tokens in the loss; set for each batch.
+        self.scale: float | Tensor = 1.0 / plan.tokens_per_step
+        self.goldfish = recipe.train.goldfish_k, recipe.train.goldfish_h
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
-        self.schedule = bind_pipeline(parts, world, self._pipeline_loss)
+        # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
+        self._schedules = dict[int, Any]()
+        self.schedule = self._schedule_of(plan.layout.accumulation)
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
         options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
-        self.routers = Routers(parts, world, self.scale)
+        self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
+        train, qk_clip = recipe.train, recipe.optim.qk_clip
+        self.logits = AttentionLogits(parts, world) if train.instruments or qk_clip else None
+        self.qk_clip = QKClip(self.logits, optimizer, qk_clip) if self.logits is not None and qk_clip else None
+        self.instruments = Instruments(parts, optimizer, world, self.replication) if train.instruments else None
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
+        self.replayed: Replayed | None = None
+        if recipe.train.capture:
+            reason = obstacle(recipe, spec, world)
+            parts.notes.append(
+                f"capture: {'passes and update of a step are CUDA graphs' if not reason else f'off, {reason}'}"
+            )
+            if reason is None:
+                self.replayed = Replayed(self._passes_and_gradients)
+                optimizer.updates = optimizer.updates if optimizer.rounds else Replayed(optimizer.updates)
 
-    def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
-        """One optimizer step on this rank's sequences (n, seq_len + 1)."""
+    def step(self, tokens: Tensor, documents: Tensor | None, lr: float, *, measure: bool = False) -> StepResult:
+        """One optimizer step on this rank's sequences (n, seq_len + 1); `measure`: look at every layer."""
+        instruments = self.instruments if measure else None
+        if instruments is not None:
+            instruments.begin()
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
         (loss, norm, auxiliary), routed = self._reduce()
         self.beat("update")
         scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
         reason = self.guard.judge(loss, norm)
+        if instruments is not None:
+            instruments.before_update()
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
+        layers = None
+        if self.logits is not None and (self.qk_clip is not None or instruments is not None):
+            largest = self.logits.largest()
+            if self.qk_clip is not None:
+                self.qk_clip.apply(largest, reason == 0)
+            layers = None if instruments is None else instruments.finish(largest)
         routing, loads = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
         values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing))
-        return StepResult(values, lr, forward, expert_loads=loads)
+        return StepResult(values, lr, forward, layers=layers, expert_loads=loads)
 
     def gradients(self, tokens: Tensor, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
+        if self.replayed is None:
+            return self._run_passes(tokens, documents)
+        self.beat("forward")
+        self._sums[:], gradients = self.replayed(tokens)
+        for slot, gradient in zip(self.optimizer.slots, gradients, strict=True):
+            slot.parameter.grad = gradient
+        return None
+
+    def _passes_and_gradients(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        self._run_passes(tokens, None)
+        return list(self._sums), [slot.parameter.grad for slot in self.optimizer.slots]
+
+    def _run_passes(self, tokens: Tensor, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
         self._sums.clear()
         self.routers.clear()
-        inputs, targets, numbers = cut(tokens, documents, self.world)
+        if self.logits is not None:
+            self.logits.clear()
+        accumulation, batch_tokens = self._batch_size(tokens)
+        self.routers.set_scale(1.0 / batch_tokens)
+        self.scale, ignored = 1.0 / batch_tokens, None
+        if self.goldfish[0]:
+            ignored = left_out(tokens, *self.goldfish)
+            self.scale = self._counted(ignored, batch_tokens).reciprocal()
+        inputs, targets, numbers = cut(tokens, documents, self.world, ignored)
         if self.schedule is not None:
-            self._run_pipeline(self.schedule.step, inputs, targets, numbers)
+            self._run_pipeline("step", inputs, targets, numbers)
             if self.parts.tie is not None:
                 self.parts.tie.collect()
             return None
         module, layout, forward = self.parts.modules[0], self.plan.layout, list[tuple[Mark, Mark]]()
-        for index in range(layout.accumulation):
+        for index in range(accumulation):
             part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
-            set_sync(module, self.spec.sync, index == layout.accumulation - 1)
+            set_sync(module, self.spec.sync, index == accumulation - 1)
             self.beat("forward")
             began = mark(self.world.cuda)
             sums = module(inputs[part], targets[part], None if numbers is None else numbers[part])
@@ -112,20 +170,38 @@ class Stepper:
             (sums[0] * self.scale).backward()
         return forward
 
+    def _batch_size(self, tokens: Tensor) -> tuple[int, int]:
+        """Micro-batches of this rank's sequences, and tokens of the whole step."""
+        sequences = len(tokens)
+        return sequences // self.plan.layout.micro_batch, sequences * self.world.layout.data * self.plan.seq_len
+
+    def _counted(self, ignored: Tensor, batch_tokens: int) -> Tensor:
+        """Tokens of the whole batch that are not ignored; every rank of a data group holds the same sequences."""
+        layout = self.world.layout
+        copies = layout.tensor * layout.context * layout.pipeline
+        return (batch_tokens - self.world.sum_(ignored.sum(dtype=torch.float64)) / copies).to(torch.float32)
+
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
-        self._run_pipeline(self.schedule.eval, inputs, targets, numbers)
+        self._run_pipeline("eval", inputs, targets, numbers)
         return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
 
-    def _run_pipeline(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
+    def _schedule_of(self, micro_batches: int) -> Any:
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = bind_pipeline(self.parts, self.world, self._pipeline_loss, micro_batches)
+        return self._schedules[micro_batches]
+
+    def _run_pipeline(self, method: str, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
         """Every stage gets the document numbers; the one with the head also the targets, as input and for the loss."""
+        micro_batches = len(inputs) // self.plan.layout.micro_batch
+        run = getattr(self._schedule_of(micro_batches), method)
         keywords = {} if numbers is None else {"documents": numbers}
         if self.parts.num_stages - 1 in self.parts.stages:
             keywords |= {"targets": targets, "target": targets}
         run(*((inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
         # Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch.
-        del self._sums[: -self.plan.layout.accumulation]
+        del self._sums[:-micro_batches]
 
     def _pipeline_loss(self, sums: Tensor, target: Tensor) -> Tensor:
         self._sums.append(sums.detach())
@@ -138,14 +214,20 @@ class Stepper:
         for count in sorted(set(self.replication)):  # each number counts once over all ranks that hold it
             held = [local_tensor(g) for g, copies in zip(gradients, self.replication, strict=True) if copies == count]
             if group := [gradient for gradient in held if gradient.numel()]:
-                norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))
-                square = square + norms.to(device).square().sum() / count
+                square = square + norms(group).to(device).square().sum() / count
         sums = torch.zeros(2, device=device)
         if self._sums and self.world.counts_loss:
             sums = torch.stack(self._sums).sum(0) * self.scale
         own = torch.stack((sums[1], square, sums[0] - sums[1]))
         total, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3,))
         return torch.stack((total[0], total[1].sqrt(), total[2])), routed
+
+
+def norms(gradients: list[Tensor]) -> Tensor:
+    """Of each, in fp32. Large ones alone: torch reads a list at 2.1 TB/s on an H200, one tensor at 3.5."""
+    small, large = ([g for g in gradients if (g.numel() >= LARGE) == is_large] for is_large in (False, True))
+    together = torch._foreach_norm(small, 2, dtype=torch.float32) if small else ()
+    return torch.stack((*together, *(torch.linalg.vector_norm(g, dtype=torch.float32) for g in large)))
 
 
 def replication(parameter: Any, world: World) -> float:
@@ -156,7 +238,7 @@ def replication(parameter: Any, world: World) -> float:
 
 
 def mark(cuda: bool) -> Mark:
-    if not cuda:
+    if not cuda or torch.cuda.is_current_stream_capturing():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from windlass.blocks.base import BlockContext
 from windlass.blocks.experts.module import Experts, within_best_groups
+from windlass.blocks.experts.rows import sorted_by_expert
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.config.model import ExpertsConfig
 from windlass.layout.types import Layout, StepSpec
@@ -69,6 +70,12 @@ def test_each_token_meets_its_experts(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-5)
     for gradient, parameter in zip(gradients, (x, *block.parameters()), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [8, 256, 300])
+def test_rows_are_sorted_by_expert_and_keep_their_order(count: int) -> None:
+    chosen = torch.randint(0, count, (400, 3))
+    assert torch.equal(sorted_by_expert(chosen, count), chosen.flatten().argsort(stable=True))
 
 
 def test_losses_enter_the_backward_pass_and_are_those_of_each_sequence() -> None:

@@ -10,6 +10,7 @@ from windlass.blocks.attention.kernels import (
     causal_attention,
     weighted_values,
 )
+from windlass.blocks.attention.logits import raise_largest
 from windlass.blocks.attention.rope import Rope
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.base import Block, BlockContext, Table
@@ -42,6 +43,7 @@ def rope_table(rope: Rope, start: int, end: int, device: torch.device) -> Table:
 
 class Attention(Block):
     last_weight = "wo.weight"
+    measures_logits = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -59,6 +61,9 @@ class Attention(Block):
         self.q_norm = None if norms is None else Norm(norms[0])
         self.k_norm = None if norms is None else Norm(norms[1])
         self.norms_heads = spec.qk_norm == "head"
+        # The largest logit of each head since `clear_counts`, where the training step gave it a tensor.
+        self.max_logits: Tensor | None
+        self.register_buffer("max_logits", None, persistent=False)
         # Replaced by another kernel, and by `parallel.py` under context parallelism.
         self.core: AttentionCore = causal_attention
 
@@ -89,11 +94,17 @@ class Attention(Block):
         table = None if self.table_key is None else context.tables[self.table_key]
         cos, sin = (None, None) if table is None else (part[..., :time, :] for part in table)
         mask, heads = context.masks.get(self.scores.window), self.heads(x, cos, sin)
+        if self.max_logits is not None:
+            raise_largest(self.max_logits, heads[0], heads[1], self.scores, context.documents)
         if mask is None:
             out = self.core(*heads, self.scores, context.documents, self.own_sinks())
         else:
             out = block_masked_attention(*heads, self.scores, mask, self.own_sinks())
         return self.wo(out.transpose(1, 2).reshape(batch, time, -1))
+
+    def clear_counts(self) -> None:
+        if self.max_logits is not None:
+            self.max_logits.fill_(float("-inf"))
 
     def new_state(self, batch: int, limit: int) -> Tensor:
         """Memory for keys and values of `limit` positions: (2, batch, heads, limit, head_dim)."""

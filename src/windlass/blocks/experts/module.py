@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windlass.blocks.activations import gate_function
 from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.divide import own_copy, own_part
-from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product, memberships
+from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product, memberships, sorted_by_expert
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.initial_values import Filler
 from windlass.blocks.linear import Linear
@@ -30,16 +30,15 @@ class Experts(Block):
 
     def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.spec, self.gated = spec, gate_function(spec.activation, spec.clamp)
+        self.spec, self.activated = spec, gate_function(spec.activation, spec.clamp)
         # Not a `Linear`: FP8 would blur which experts are chosen.
         self.router = nn.Parameter(torch.empty(spec.count, spec.width))
         self.w1 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width))
         self.w2 = nn.Parameter(torch.empty(spec.count, spec.width, spec.hidden))
         self.w3 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width)) if spec.gated else None
-        sizes = {"w1_bias": spec.hidden, "w2_bias": spec.width, "w3_bias": spec.hidden}
+        sizes = {"w1_bias": spec.hidden, "w2_bias": spec.width, **({"w3_bias": spec.hidden} if spec.gated else {})}
         for name, size in sizes.items():
-            has_bias = spec.bias and (spec.gated or name != "w3_bias")
-            self.register_parameter(name, nn.Parameter(torch.empty(spec.count, size)) if has_bias else None)
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.count, size)) if spec.bias else None)
         self.router_bias = nn.Parameter(torch.empty(spec.count)) if spec.bias else None
         self.shared = SharedExpert(spec) if spec.shared_hidden else None
         self.bias: Tensor | None
@@ -68,7 +67,7 @@ class Experts(Block):
         x = self.enter(x)
         tokens = x.flatten(0, 1)
         chosen, weights, loads = self.route(tokens, x.shape[0])
-        order = chosen.flatten().argsort(stable=True)
+        order = sorted_by_expert(chosen, self.spec.count)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows: Tensor = cast(Any, SortedRows).apply(tokens, order, place, self.spec.top_k)
         rows, row_weights, ends, bring_back = self.dispatch(rows, weights.flatten().gather(0, order), loads.sum(0))
@@ -80,7 +79,7 @@ class Experts(Block):
             up = None if up is None else up + member @ own_part(self.w3_bias)
         # Weighted here and not after the last product, whose result need not be kept then.
         shares = row_weights.to(rows.dtype)[:, None]
-        down = grouped_product(self.gated(gate, up) * shares, own_part(self.w2), ends)
+        down = grouped_product(self.activated(gate, up) * shares, own_part(self.w2), ends)
         if self.spec.bias:  # every tensor-parallel rank adds its share
             down = down + (member * shares) @ (own_copy(self.w2_bias) / self.tensor_ranks)
         out: Tensor = cast(Any, SummedRows).apply(bring_back(down), order, place, self.spec.top_k)
@@ -146,12 +145,12 @@ class SharedExpert(nn.Module):
         self.w1 = Linear(spec.width, spec.shared_hidden)
         self.w2 = Linear(spec.shared_hidden, spec.width)
         self.w3 = Linear(spec.width, spec.shared_hidden) if spec.gated else None
-        self.gated = gate_function(spec.activation, spec.clamp)
+        self.activated = gate_function(spec.activation, spec.clamp)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """A tensor-parallel rank returns its part of a sum over ranks."""
         up = None if self.w3 is None else local_product(self.w3, tokens)
-        return local_product(self.w2, self.gated(local_product(self.w1, tokens), up))
+        return local_product(self.w2, self.activated(local_product(self.w1, tokens), up))
 
 
 def local_product(layer: Linear, x: Tensor) -> Tensor:

@@ -20,9 +20,8 @@ def parallelize(block: Experts, meshes: Meshes) -> None:
     if meshes.context is not None:
         block.sum_loads = partial(sum_over, mesh=meshes.context)
     inner: dict[str, Any] = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
-    if block.spec.bias:
-        inner |= {"w1_bias": Shard(1), "w2_bias": Replicate(), "w3_bias": Shard(1)}
-    inner = {name: placement for name, placement in inner.items() if getattr(block, name) is not None}
+    inner |= {"w1_bias": Shard(1), "w2_bias": Replicate(), "w3_bias": Shard(1)}
+    inner = {name: placement for name, placement in inner.items() if getattr(block, name, None) is not None}
     if meshes.expert is not None:
         for name, placement in inner.items():
             place(block, name, meshes.expert, [Shard(0), placement][: meshes.expert.ndim])

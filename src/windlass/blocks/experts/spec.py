@@ -6,7 +6,8 @@ from windlass.blocks.interface import BlockSpec, Product
 from windlass.config.model import GATED
 from windlass.layout.types import Layout, StepSpec
 
-# Rows of the fullest expert-parallel rank relative to the mean. Assumed: a rank's experts even out among themselves.
+# Rows of the fullest expert-parallel rank relative to the mean, over all layers, where routing is not forced to be even.
+# Assumed: layers, and the experts of a rank, even out among themselves. Each layer alone is less even (`Constants.imbalance`).
 RANK_IMBALANCE = 1.1
 
 
@@ -45,11 +46,12 @@ class ExpertsSpec(BlockSpec):
         return terms
 
     def expert_params(self) -> int:
-        biases = self.count * (2 * self.hidden + self.width) if self.bias else 0
+        biases = self.params()["biases"] - self.count if self.bias else 0  # the router's stay on every rank
         return self.params()["experts"] + biases
 
     def active_params(self) -> int:
-        biases = self.count + self.top_k * (2 * self.hidden + self.width) if self.bias else 0
+        inner = (2 if self.gated else 1) * self.hidden
+        biases = self.count + self.top_k * (inner + self.width) if self.bias else 0
         return biases + sum(product.weights for product in self.products())
 
     def products(self) -> tuple[Product, ...]:
@@ -80,39 +82,51 @@ class ExpertsSpec(BlockSpec):
         """Routing, the sorted copies of each token, and gate, up and their weighted product (63.3 and 92.1 GiB measured
         on an H200, as counted here); eager code also keeps the activated gate and the product before its weights.
         Without a gate: up and its weighted activation, eager code also the activation."""
-        size, full = step.bytes_per_value, self.fullest(layout)
+        if "moe" in step.recomputed:
+            return 0.0
+        size, full = step.bytes_per_value, self.fullest(step, layout)
         hidden = (full * self.top_k * self.hidden + self.shared_hidden) / layout.tensor
-        rows = full * size * self.top_k * self.width
-        eager = 8.0 if self.activation == "clamped_swiglu" else 5.0
-        members = (
-            2.0 * full * size * self.top_k * self.count / layout.expert if self.bias else 0.0
-        )  # plain and weighted
-        values = (3.0 if step.compile else eager) if self.gated else (2.0 if step.compile else 3.0)
-        return self.routing_bytes() + rows + members + size * hidden * values
+        rows = full * step.bytes_per_input * self.top_k * self.width * layout.expert_row_share
+        product = 0.0 if "moe_act" in step.recomputed else step.bytes_per_input * hidden
+        eager = 7.0 if self.activation == "clamped_swiglu" else 4.0
+        values = (2.0 if step.compile else eager) if self.gated else (1.0 if step.compile else 2.0)
+        # Which expert each row is of, plain and weighted.
+        members = 2.0 * full * size * self.top_k * self.count / layout.expert if self.bias else 0.0
+        return self.routing_bytes() + rows + product + members + size * hidden * values
 
-    def fullest(self, layout: Layout) -> float:
+    def fullest(self, step: StepSpec, layout: Layout) -> float:
         """Rows of the fullest rank relative to those of its own tokens."""
-        return RANK_IMBALANCE if layout.expert > 1 else 1.0
+        return RANK_IMBALANCE if layout.expert > 1 and not step.balanced else 1.0
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Gradients of the sorted copies, by gate and by up, and of the product between them; an exchange also holds
         what is sent."""
-        rows, hidden = (2.0 if self.gated else 1.0) * self.top_k * self.width, self.top_k * self.hidden / layout.tensor
-        held = self.fullest(layout) * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
+        rows = (2.0 if self.gated else 1.0) * self.top_k * self.width * layout.expert_row_share
+        hidden = self.top_k * self.hidden / layout.tensor
+        held = self.fullest(step, layout) * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
         return step.bytes_per_value * held + self.exchanged_bytes(step, layout)
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Scores of all experts, copies of each token to its experts and back, and the activation."""
         size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
-        copies = 2.0 * size * (self.top_k + 1) * self.width
+        copies = 2.0 * size * (self.top_k + 1) * self.width * layout.expert_row_share
         activated = 16.0 if step.native and not step.compile else (3.0 if self.gated else 2.0) * size
-        # Received rows are sorted by expert and put back, each read and written: as often in the backward pass, which
-        # counts twice here.
-        copies += 4.0 * (2.0 / 3.0) * self.exchanged_bytes(step, layout)
+        if step.dispatch == "alltoall":
+            # Received rows are sorted by expert and put back, each read and written: as often in the backward pass, which
+            # counts twice here.
+            copies += 4.0 * (2.0 / 3.0) * self.exchanged_bytes(step, layout)
         return 2.0 * self.routing_bytes() + copies + activated * hidden
 
     def exchanged_bytes(self, step: StepSpec, layout: Layout) -> float:
-        return float(step.bytes_per_value * self.top_k * self.width) if layout.expert > 1 else 0.0
+        ranks, copies = layout.expert, float(self.top_k)
+        if ranks == 1:
+            return 0.0
+        if step.dispatch == "fused":  # ranks that hold at least one of the experts used
+            copies = ranks * (1.0 - (1.0 - 1.0 / ranks) ** self.top_k)
+        elif step.dispatch == "allgather":
+            copies = float(ranks)
+        # Other engines divide the rows of a tensor-parallel group before they send them.
+        return step.bytes_per_value * copies * self.width / (1.0 if step.native else layout.sequence_split)
 
     def context_bytes(self, step: StepSpec, layout: Layout) -> float:
         return 0.0

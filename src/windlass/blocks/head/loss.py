@@ -1,5 +1,9 @@
-"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
+"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together.
 
+A target below 0 (`IGNORED`) counts nowhere.
+"""
+
+import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
@@ -7,6 +11,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+IGNORED = -1
 
 # Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits.
 ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -20,8 +26,10 @@ def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: i
 def entropy_sums(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     """(loss to descend, cross-entropy) of full fp32 logits (tokens, vocabulary)."""
     # torch's own cross-entropy: one pass forward and one back, where logsumexp and its backward take four.
-    entropy = F.cross_entropy(logits, targets, reduction="sum")
-    total = entropy + z_loss * torch.logsumexp(logits, -1).pow(2).sum() if z_loss else entropy
+    entropy = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+    total = entropy
+    if z_loss:
+        total = total + z_loss * torch.where(targets >= 0, torch.logsumexp(logits, -1).pow(2), 0.0).sum()
     return torch.stack((total, entropy.detach()))
 
 
@@ -35,20 +43,26 @@ def chunked_loss(
 
 
 def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross-entropy and gradient of one chunk's logits; compiled on GPUs, where it becomes one or two kernels."""
+    """Loss, cross-entropy and gradient of one chunk's logits; compiled on GPUs without a kernel of our own."""
     wide = logits.float()
     column = torch.arange(wide.shape[1], device=wide.device)
     wide = torch.where(column < vocab, wide, float("-inf"))
     lse = torch.logsumexp(wide, -1, keepdim=True)
-    entropy = (lse - wide.gather(1, targets[:, None])).sum()
-    total = entropy + z_loss * lse.pow(2).sum()
+    counted = targets[:, None] >= 0
+    entropy = torch.where(counted, lse - wide.gather(1, targets[:, None].clamp(min=0)), 0.0).sum()
+    total = entropy + z_loss * torch.where(counted, lse.pow(2), 0.0).sum()
     probability = torch.exp(wide - lse)
     slope = probability * (1 + 2 * z_loss * lse) - (column == targets[:, None]).to(wide.dtype)
-    return total, entropy, slope.to(logits.dtype)
+    return total, entropy, torch.where(counted, slope, 0.0).to(logits.dtype)
 
 
 @cache
 def chunk_terms(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    # Not measured on AMD, which has Triton, too.
+    if device_type == "cuda" and torch.version.hip is None and importlib.util.find_spec("triton") is not None:
+        from windlass.blocks.head.kernel import fused_terms
+
+        return fused_terms
     return _chunk_terms if device_type == "cpu" else torch.compile(_chunk_terms, dynamic=False)
 
 
@@ -84,6 +98,6 @@ def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if left.device.type == "cuda" and left.dtype == torch.bfloat16 and torch.version.hip is None:
         if total is None:
             return torch.mm(left.t(), right, out_dtype=torch.float32)
-        return torch.addmm(total, left.t(), right, out_dtype=torch.float32)
+        return torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
     product = (left.t() @ right).float()
     return product if total is None else total.add_(product)

@@ -60,6 +60,8 @@ def divided_terms(
     both = torch.stack((exponent.sum(-1), torch.where(hit, wide, 0.0).sum(-1)))
     dist.all_reduce(both, group=group)
     lse = top + both[0][:, None].log()
-    entropy = (lse.squeeze(1) - both[1]).sum()
+    counted = targets[:, None] >= 0
+    entropy = torch.where(counted.squeeze(1), lse.squeeze(1) - both[1], 0.0).sum()
     slope = exponent / both[0][:, None] * (1 + 2 * z_loss * lse) - hit.to(wide.dtype)
-    return entropy + z_loss * lse.pow(2).sum(), entropy, slope.to(logits.dtype)
+    total = entropy + z_loss * torch.where(counted, lse.pow(2), 0.0).sum()
+    return total, entropy, torch.where(counted, slope, 0.0).to(logits.dtype)

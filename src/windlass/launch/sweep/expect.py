@@ -76,7 +76,7 @@ def use_nearest_batches(
 
 def _with_nearest_batch(point: SweepPoint, cluster: str | None) -> SweepPoint:
     recipe = point.recipe
-    if recipe is None or recipe.layout is None or recipe.data.batch_tokens is None:
+    if recipe is None or recipe.layout is None or recipe.data.batch_tokens is None or recipe.data.batch_ramp:
         return point
     per_node = point.devices or load_cluster(cluster or recipe.cluster).node.devices
     size = job_size(recipe, recipe.nodes * per_node, per_node)
@@ -166,8 +166,7 @@ def oom_chance(needed: float, limit: float) -> float:
 def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> Expectation:
     needed, limit = plan.memory.needed, plan.limit_bytes
     chance, share = oom_chance(needed, limit), f"needs {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB"
-    steps = round(plan.tokens / plan.batch_tokens)
-    seconds = sweep.startup + steps * plan.step.seconds
+    seconds = sweep.startup + plan.days * 86400
     node_hours, rate = seconds / 3600 * task.nodes, task.cluster.billing.per_node_hour
     kwh = plan.energy.kwh
     return Expectation(
@@ -184,7 +183,7 @@ def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> E
         mfu=plan.step.mfu,
         nodes=task.nodes,
         devices=task.devices,
-        steps=steps,
+        steps=plan.steps,
         seconds=seconds,
         node_hours=node_hours,
         units=None if rate is None else rate * node_hours,

@@ -57,6 +57,7 @@ PRESET = Preset(
             "layers.{layer}.feed_forward.w3_bias": f"{MLP}.experts.gate_up_proj_bias",
             "layers.{layer}.feed_forward.w2_bias": f"{MLP}.experts.down_proj_bias",
         },
+        joined="turns",
         transforms={
             **llama.TRANSFORMS,
             **{f"layers.{{layer}}.feed_forward.{name}": "transpose" for name in ("w1", "w2", "w3")},

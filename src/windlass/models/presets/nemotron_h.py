@@ -118,7 +118,6 @@ PRESET = Preset(
             ),
         ),
         model_types=("nemotron_h",),
-        joins_rows=True,
         requirements=(
             *llama.NO_BIASES,
             Requirement(("mlp_hidden_act",), ("relu2",), "its activation is {value}"),

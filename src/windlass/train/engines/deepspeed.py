@@ -75,6 +75,10 @@ def check_supported(recipe: Recipe, layout: Layout) -> None:
         f'train.precision = "{train.precision}"': train.precision not in ("fp32", "bf16"),
         f'optim.name = "{optim.name}"': optim.name != "adamw",
         f'optim.moments = "{optim.moments}"': optim.moments != "fp32",
+        "data.batch_ramp": bool(recipe.data.batch_ramp),
+        "train.goldfish_k": bool(train.goldfish_k),
+        "train.instruments": bool(train.instruments),
+        "optim.qk_clip": bool(optim.qk_clip),
         "train.skip_spike_sigma": bool(train.skip_spike_sigma),
         "train.rollback": train.rollback,
         f'layout.offload = "{layout.offload}" with layout.shard = "none"': layout.offload != "none"
