@@ -157,6 +157,8 @@ class StepSpec:
     # Keys and values are repeated for every query head, because the attention kernel does not take groups.
     expand_kv_heads: bool = False
     sync: GradientSync = field(default_factory=GradientSync)
+    # Of all weights, those that have gradients and optimizer states; below 1 with LoRA.
+    trained_share: float = 1.0
 
     @property
     def native(self) -> bool:
