@@ -72,6 +72,7 @@ SMALL = Shape("1.1b", 22, 2048, 32, 4, 5632, 32000, 4096, 8)
 HALF = Shape("8b-half", 16, 4096, 32, 8, 14336, 128256, 8192, 2)
 WHOLE = Shape("8b", 32, 4096, 32, 8, 14336, 128256, 8192, 1)
 SMALL_8K = Shape("1.1b-8k", 22, 2048, 32, 4, 5632, 32000, 8192, 4)
+SMALL_32K = Shape("1.1b-32k", 22, 2048, 32, 4, 5632, 32000, 32768, 1)
 DENSE_04 = Shape("0.4b", 24, 1024, 16, 16, 2816, 50304, 2048, 32)
 DENSE_3B = Shape("3b", 28, 3072, 24, 8, 8192, 128256, 4096, 3)
 # Inner size of all experts that a token uses; one has an eighth of it.
@@ -110,7 +111,10 @@ def rows() -> list[Row]:
     ]
     out += [
         Row("windlass-0.4b", "windlass", DENSE_04),
+        Row("windlass-0.4b-mb2", "windlass", replace(DENSE_04, micro_batch=2)),
+        Row("windlass-0.4b-mb2-capture", "windlass", replace(DENSE_04, micro_batch=2), {"capture": True}),
         Row("windlass-3b", "windlass", DENSE_3B),
+        Row("windlass-1.1b-32k", "windlass", SMALL_32K),
         Row("windlass-1.1b-qk-norm", "windlass", SMALL, model={"qk_norm": "head"}),
         Row("windlass-1.1b-8k", "windlass", SMALL_8K),
         Row("windlass-1.1b-8k-documents", "windlass", SMALL_8K, document_tokens=1024),
@@ -119,6 +123,8 @@ def rows() -> list[Row]:
     for shape, count in ((OLMOE_HALF, 64), (QWEN3_MOE, 128)):
         experts = {"count": count, "top_k": 8, "ffn": shape.ffn // 8}
         out.append(Row(f"windlass-{shape.name}", "windlass", shape, model={"head_dim": 128, "experts": experts}))
+        precision = {"precision": "fp8"}
+        out.append(Row(f"windlass-{shape.name}-fp8", "windlass", shape, precision, model=out[-1].model))
     for shape in (RET_SHORT, RET_LONG):
         out += [
             Row(f"windlass-{shape.name}-parallel", "windlass", shape, model={"retention": "parallel"}),

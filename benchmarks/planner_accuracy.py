@@ -1,12 +1,12 @@
 """Errors of the planner on a table of measured runs, and the fit of its few constants.
 
     python benchmarks/planner_accuracy.py --rows FILE.csv [--json] [--rows-out OUT.csv]   # score the shipped constants
-    python benchmarks/planner_accuracy.py --rows FILE.csv --leave-out      # fit without each source in turn and score that source
+    python benchmarks/planner_accuracy.py --rows FILE.csv --leave-out [--experts MOE.csv]   # fit without each source in turn and score that source
     python benchmarks/planner_accuracy.py --rows FILE.csv --fit            # print constants fitted to all rows
     python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER [--json]    # fit and store a cluster's constants
     python benchmarks/planner_accuracy.py --energy FILE.csv [--json]       # score the power model on published energy
 
---leave-out writes benchmarks/results/planner_accuracy.md and .json with command, commit and date.
+--leave-out scores models with experts from a table of their own: their constants are fitted with all others held. It writes benchmarks/results/planner_accuracy.md and .json with command, commit and date.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def leave_out(arguments: argparse.Namespace) -> None:
     commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
     values = {n: [getattr(c, n) for c in constants.values()] for n in asdict(DEFAULTS)}
     result = {
-        "command": f"python benchmarks/planner_accuracy.py --rows {arguments.rows.name} --leave-out",
+        "command": f"python benchmarks/planner_accuracy.py --rows {arguments.rows.name} --leave-out"
+        + (f" --experts {arguments.experts.name}" if arguments.experts else ""),
         "commit": commit or "unknown",
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
@@ -120,11 +121,28 @@ def leave_out(arguments: argparse.Namespace) -> None:
         "ranges": {name: [min(column), max(column)] for name, column in values.items()},
         "cpu_seconds": round(time.process_time() - started, 1),
     }
+    if arguments.experts is not None:
+        result["experts"] = leave_out_experts(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "planner_accuracy.json").write_text(json.dumps(result, indent=1) + "\n")
     text = leave_out_table(result)
     (arguments.out / "planner_accuracy.md").write_text(text)
     print(text)
+
+
+def leave_out_experts(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = read_rows(arguments.experts)
+    left_out, constants = fit.leave_out(rows, arguments.rounds, fit.source_of, fit.EXPERT_FITTED)
+    by_publisher, _ = fit.leave_out(rows, arguments.rounds, fit.publisher_of, fit.EXPERT_FITTED)
+    values = {name: [getattr(c, name) for c in constants.values()] for name in fit.EXPERT_FITTED}
+    return {
+        "file": arguments.experts.name,
+        "rows": len(rows),
+        "shipped": score_rows(rows).as_dict(),
+        "left_out": left_out.as_dict(),
+        "publisher_left_out": by_publisher.as_dict(),
+        "ranges": {name: [getattr(DEFAULTS, name), min(column), max(column)] for name, column in values.items()},
+    }
 
 
 def main() -> int:
@@ -134,6 +152,7 @@ def main() -> int:
     table.add_argument("--energy", type=Path, help="CSV of runs with published energy (docs/concepts/predictions.md)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows-out", type=Path, help="write one prediction per row to this CSV file")
+    parser.add_argument("--experts", type=Path, help="CSV of runs of models with experts, for --leave-out")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--leave-out", action="store_true", help="score each source with constants fitted to the others")
     mode.add_argument("--fit", action="store_true", help="fit to all rows and print the constants")

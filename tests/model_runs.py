@@ -27,6 +27,13 @@ ENGLISH = "the a water ship winch rope wind power together turns great heavy loa
 LLAMA = {"family": "llama", "layers": 2, "width": 48, "ffn": 96, "heads": 4, "kv_heads": 2}
 RETNET = {"family": "retnet", "layers": 2, "width": 48, "ffn": 80, "heads": 4, "chunk": 16}
 
+HYBRID = {
+    "family": "nemotron_h",
+    "layers": 4,
+    "pattern": "M*-M",
+    "mamba": {"heads": 4, "head_dim": 8, "state": 12, "groups": 2, "chunk": 8},
+}
+
 
 def make_text(word_list: str, seed: int, count: int) -> str:
     dice, choices = random.Random(seed), word_list.split()
@@ -108,3 +115,8 @@ def llama_run(make_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="session")
 def retnet_run(make_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
     return make_run(tmp_path_factory.mktemp("runs") / "retnet", **RETNET, kv_heads=None)
+
+
+@pytest.fixture(scope="session")
+def hybrid_run(make_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "hybrid", **HYBRID)

@@ -24,6 +24,9 @@ from windlass.errors import ConfigError
 from windlass.models.presets import model_spec
 from windlass.planner.budget import model_near
 
+WAITING = 0.07
+"""`PowerConstants.waiting` of an H200 that holds its context and runs no kernel: 120.7 W (benchmarks/results/energy_check.json, window
+"idle") between 75 W without a context and the limit of 700 W. Kernels that wait for others draw at least this."""
 FACILITY = 1.74
 """Energy of the facility over that of the devices where no PUE is stated: Ai2's factor for host, network and building (Olmo 3)."""
 ENERGY_COLUMNS = {"gpu": "energy_gpu_mwh", "node": "energy_node_mwh", "facility": "energy_total_mwh"}
@@ -141,15 +144,15 @@ def error_of(run: EnergyRun, constants: PowerConstants = POWER) -> float | None:
 
 
 def fit_constants(runs: Sequence[EnergyRun]) -> PowerConstants:
-    """The constants that are fitted, from the measured runs alone. Host power that none of them shows is taken from
+    """The constants that are fitted, from the measured runs alone; the share while waiting is our own measurement,
+    because few published runs wait much (without Luciole a fit gives 0.3). Host power that none of them shows is taken from
     data sheets: 115 W per device (Snellius: half of two EPYC 9334, memory, cards), 190 W in a server of eight. It is at
     most 210 W: MLPerf's servers draw 896 W per device with all devices at their limit."""
     measured = [run for run in runs if run.measured and run.published_watts]
     small = sorted(run.host_watts for run in measured if run.host_watts is not None and run.node_devices <= 4)
     large = any(run.scope == "node" and run.node_devices > 4 for run in measured)
     grid = [
-        replace(POWER, waiting=0.01 * i, host_small=quantile(small, 0.5) or 115.0, host_large=host)
-        for i in range(31)
+        replace(POWER, waiting=WAITING, host_small=quantile(small, 0.5) or 115.0, host_large=host)
         for host in (range(150, 211, 5) if large else [190])
     ]
     return min(grid, key=lambda constants: _mean_error(measured, constants))

@@ -19,7 +19,10 @@ from windlass.cost.step import DEFAULTS, Constants, estimate_step
 FITTED = ("matmul", "tflops_per_watt", "misaligned", "memory", "eager", "network", "contention")
 """Constants that the rows decide; the others are held at measured or textbook values (see their docstrings). Of memory only the
 allocator's slack under full sharding is fitted (`refit_slack`): its terms are counted."""
+EXPERT_FITTED = ("expert_edge", "exchange", "imbalance", "expert_kernels")
+"""Those that only models with experts decide; fitted to such rows of every precision, with all others held."""
 BOUNDS = {
+    "expert_edge": (0.0, 1500.0), "exchange": (0.1, 1.2), "imbalance": (1.0, 2.0), "expert_kernels": (0.0, 600.0),
     "matmul": (0.5, 0.92), "tflops_per_watt": (0.6, 1.4), "misaligned": (1.0, 2.2), "memory": (0.5, 0.92),
     "eager": (1.2, 4), "network": (0.3, 0.95), "contention": (0.0, 1.5),
 }  # fmt: skip
@@ -30,17 +33,26 @@ def source_of(row: dict[str, str]) -> str:
     return row.get("source_group") or row.get("source") or ""
 
 
+def publisher_of(row: dict[str, str]) -> str:
+    """Sources of one publisher share machines and people: `oellm-30b-titan` and `oellm-moe-small` are both `oellm`."""
+    return source_of(row).partition("-")[0]
+
+
 class Fit:
     """Rows that are read once, so that a fit costs a few seconds of CPU."""
 
-    def __init__(self, rows: list[dict[str, str]], group: Grouping | None = None) -> None:
+    def __init__(
+        self, rows: list[dict[str, str]], group: Grouping | None = None, fitted: tuple[str, ...] = FITTED
+    ) -> None:
         """`group` gives the group of a row, which is left out together (default: its source)."""
+        self.fitted = fitted
         self.items: list[tuple[str, str, PublishedRun, float]] = []
         for row in rows:
             run, shown = read_run(row), predict_row(row)
             if isinstance(run, Refusal) or not shown.tokens_per_second_per_device or not shown.measured_tps:
                 continue
-            if run.step.precision in ("bf16", "fp16", "bf16_pure") and (row.get("quality") or "") != "flagged":
+            wide = run.step.precision in ("bf16", "fp16", "bf16_pure")
+            if (wide or fitted == EXPERT_FITTED) and (row.get("quality") or "") != "flagged":
                 self.items.append((shown.source, (group or source_of)(row), run, shown.measured_tps))
 
     def errors(self, constants: Constants, without: str | None = None) -> tuple[np.ndarray, list[str]]:
@@ -57,14 +69,14 @@ class Fit:
             mine = capped[np.array([s == name for s in sources])]
             w = math.sqrt(len(mine))
             total, weight = total + w * float(mine.mean()), weight + w
-        return total / weight + PRIOR * _distance(constants)
+        return total / weight + PRIOR * _distance(constants, self.fitted)
 
     def run(self, start: Constants, without: str | None = None, rounds: int = 6) -> Constants:
         """Coordinate descent: try each constant a little higher and lower, halve the step when nothing helps."""
         best, value, step = start, self.loss(start, without), 0.12
         for _ in range(rounds):
             before = value
-            for name in FITTED:
+            for name in self.fitted:
                 best, value = self._along(best, value, name, step, without)
             if before - value < 1e-4:
                 step /= 2
@@ -90,12 +102,12 @@ PRIOR = 0.02
 """How strongly a fit is held to textbook values: enough to keep constants in place that the remaining sources do not decide."""
 
 
-def _distance(constants: Constants) -> float:
+def _distance(constants: Constants, fitted: tuple[str, ...]) -> float:
     """Sum of squares of how far constants moved from their start, in units of 30 % (or of a tenth of their range near zero)."""
-    start, total = neutral(), 0.0
-    for name in FITTED:
-        fitted, textbook, (low, high) = getattr(constants, name), getattr(start, name), BOUNDS[name]
-        total += ((fitted - textbook) / (0.3 * max(abs(textbook), 0.2 * (high - low)))) ** 2
+    total = 0.0
+    for name in fitted:
+        value, textbook, (low, high) = getattr(constants, name), TEXTBOOK[name], BOUNDS[name]
+        total += ((value - textbook) / (0.3 * max(abs(textbook), 0.2 * (high - low)))) ** 2
     return total
 
 
@@ -105,11 +117,13 @@ def _tps(run: PublishedRun, constants: Constants) -> float:
     return step.tokens_per_second_per_device
 
 
-def leave_out(rows: list[dict[str, str]], rounds: int, group: Grouping) -> tuple[Score, dict[str, Constants]]:
+def leave_out(
+    rows: list[dict[str, str]], rounds: int, group: Grouping, fitted: tuple[str, ...] = FITTED
+) -> tuple[Score, dict[str, Constants]]:
     """Each group of rows predicted with constants fitted on the others."""
-    fit, constants = Fit(rows, group), {}
+    fit, constants = Fit(rows, group, fitted), {}
     for name in sorted({g for _, g, _, _ in fit.items}):
-        constants[name] = fit.run(neutral(), without=name, rounds=rounds)
+        constants[name] = fit.run(neutral(fitted), without=name, rounds=rounds)
         print(f"  without {name}: loss {fit.loss(constants[name], name):.3f}", file=sys.stderr)
     return Score([predict_row(row, constants.get(group(row), DEFAULTS)) for row in rows]), constants
 
@@ -167,14 +181,18 @@ SPLITS: dict[str, Grouping] = {"device left out": device_of, "random half left o
 """Other ways to divide the rows, to check that the result does not depend on the choice of sources."""
 
 
-def neutral() -> Constants:
-    """Where every fit starts: textbook values, not the shipped ones, so that a left-out fit has not seen its source.
+TEXTBOOK = {
+    "matmul": 0.78, "tflops_per_watt": 1.0, "misaligned": 1.4, "memory": 0.8, "eager": 2.2, "network": 0.8, "contention": 0.5,
+    "expert_edge": 500.0, "exchange": 0.5, "imbalance": 1.25, "expert_kernels": 150.0,
+}  # fmt: skip
+"""Where every fit starts, instead of the shipped values, so that a left-out fit has not seen its source.
 
-    matmul: nine tenths of the highest rate measured on an A100 (271 of 312 TFLOP/s). tflops_per_watt: 690 W and 670 TFLOP/s on an H200.
-    """
-    return replace(
-        DEFAULTS, matmul=0.78, tflops_per_watt=1.0, misaligned=1.4, memory=0.8, eager=2.2, network=0.8, contention=0.5
-    )  # fmt: skip
+matmul: nine tenths of the highest rate measured on an A100 (271 of 312 TFLOP/s). tflops_per_watt: 690 W and 670 TFLOP/s on an H200.
+Those of experts are round numbers; for none of them a measurement was at hand."""
+
+
+def neutral(fitted: tuple[str, ...] = FITTED) -> Constants:
+    return replace(DEFAULTS, **{name: TEXTBOOK[name] for name in fitted})
 
 
 def term_shares(rows: list[dict[str, str]], score: Score) -> dict[str, dict[str, float]]:

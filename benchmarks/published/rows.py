@@ -11,8 +11,10 @@ from functools import cache
 from typing import Any
 
 from benchmarks.published.cells import NO, YES, Row, flag, lower_text, number, positive, product, text_of
+from benchmarks.published.experts import dispatch_of, expert_model, is_balanced, recomputed_layers, recomputed_modules
 
 from windlass.blocks.embedding.spec import padded_rows
+from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.clusters import cluster_names, find_device, load_cluster
 from windlass.clusters.model import Device, Links
 from windlass.cost.step import Machine
@@ -48,6 +50,8 @@ DENSE = re.compile(
     r"(llama|mistral|qwen|gemma|phi|olmo|falcon|pythia|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?"
 )
 """Names of dense families; whether they are gated is in the column `glu`. Llama 4 and gpt-oss have experts."""
+HYBRID = re.compile(r"hybrid|ssm|mamba|linear")
+"""Architectures with experts whose other layers are not all attention."""
 CONTRADICTION = 2.001
 """Ratio from which two cells cannot describe the same run. Published tables have labels that are off by up to two."""
 
@@ -80,6 +84,7 @@ def _read_run(row: Row) -> PublishedRun:
     if (heads := positive(row, "heads")) and heads % degrees["tp"]:
         raise _UnreadableError(f"tp {degrees['tp']} does not divide heads {heads}")
     data = gpus * parts // group
+    expert, expert_tensor = _expert_degrees(row, model, gpus * parts // degrees["pp"], degrees["tp"], assumed)
     micro, accumulation = _batch(row, data, seq_len, assumed)
     step, sequence_parallel = _step(row, seq_len, assumed)
     per_node = (positive(row, "gpus_per_node") or 0) * parts or _devices_per_node(device.name if device else "")
@@ -93,6 +98,8 @@ def _read_run(row: Row) -> PublishedRun:
         tensor=degrees["tp"],
         pipeline=degrees["pp"],
         context=degrees["cp"],
+        expert=expert,
+        expert_tensor=expert_tensor,
         shard=kind,
         shard_size=1 if kind == "none" else data * degrees["cp"],
         micro_batch=micro,
@@ -103,9 +110,14 @@ def _read_run(row: Row) -> PublishedRun:
         offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
     )
     if layout.is_hybrid:
-        layout = replace(layout, shard_size=_group(model, layout, capacity or 80 * 2**30, per_node))
-    links = links_of(device, text_of(row, "interconnect"), per_node)
-    machine = None if device is None else Machine(device, links, per_node)
+        copies = positive(row, "dp_replicate")
+        group = _group(model, layout, capacity or 80 * 2**30, per_node) if copies is None else layout.replicas // copies
+        layout = replace(layout, shard_size=max(1, group))
+    interconnect = text_of(row, "interconnect")
+    links = links_of(device, interconnect, per_node)
+    rack = RACK.search(interconnect.lower())
+    linked = int(rack.group(1)) if rack else None
+    machine = None if device is None else Machine(device, links, per_node, linked_devices=linked)
     return PublishedRun(model, step, layout, machine, capacity, tuple(assumed), parts)
 
 
@@ -166,7 +178,22 @@ def _parts(device: Device | None, name: str) -> int:
     return device.per_module if module else 1
 
 
+def _expert_degrees(row: Row, model: ModelSpec, ranks: int, tensor: int, assumed: list[str]) -> tuple[int, int | None]:
+    """Ranks that share the experts, and those that share each of them."""
+    counts = [block.count for block in model.blocks if isinstance(block, ExpertsSpec)]
+    if not counts:
+        return 1, None
+    expert, parts = _default(row, "ep", 1, assumed), _default(row, "etp", 1, assumed)
+    if counts[0] % expert:
+        raise _UnreadableError(f"ep {expert} does not divide {counts[0]} experts")
+    if ranks % (expert * parts):
+        raise _UnreadableError(f"ep {expert} x etp {parts} does not divide {ranks} devices of a pipeline stage")
+    return expert, parts
+
+
 def _model(row: Row, assumed: list[str]) -> ModelSpec:
+    if (positive(row, "experts") or 0) >= 2:
+        return _expert_model(row, assumed)
     _refuse_experts(row)
     layers, width = _needed(row, "layers"), _needed(row, "hidden")
     arch, glu = lower_text(row, "arch"), flag(row, "glu")
@@ -210,15 +237,51 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
 
 
 def _refuse_experts(row: Row) -> None:
-    """Blocks whose weights or products this table's dense model does not have; priced as dense they would look cheap."""
-    for key, least in (("experts", 2), ("top_k", 1), ("ep", 2), ("expert_ffn", 1)):
+    """Rows that have experts but do not state how many; priced as dense they would look cheap."""
+    for key, least in (("top_k", 1), ("ep", 2), ("expert_ffn", 1)):
         if (value := positive(row, key) or 0) >= least:
-            raise _UnreadableError(f"{key} {value}: a model with experts is not predicted")
+            raise _UnreadableError(f"{key} {value}: experts not stated")
     active, total = number(row, "active_params_b"), number(row, "params_b")
     if active and total and active < 0.8 * total:
-        raise _UnreadableError(f"active_params_b {active:g} of {total:g}: a model with experts is not predicted")
+        raise _UnreadableError(f"active_params_b {active:g} of {total:g}: experts not stated")
     if flag(row, "mla"):
-        raise _UnreadableError("mla: latent attention is not predicted")
+        raise _UnreadableError("mla: latent attention is only predicted together with experts")
+
+
+def _expert_model(row: Row, assumed: list[str]) -> ModelSpec:
+    if HYBRID.search(lower_text(row, "arch")):
+        raise _UnreadableError(f"arch {lower_text(row, 'arch')!r}: layers other than attention are not predicted")
+    width, shared = _needed(row, "hidden"), number(row, "shared_ffn")
+    sizes = {key: _needed(row, key) for key in ("layers", "experts", "top_k")}
+    sizes["expert_ffn"] = positive(row, "expert_ffn") or _default(row, "expert_ffn", _needed(row, "ffn"), assumed)
+    if sizes["top_k"] > sizes["experts"]:
+        raise _UnreadableError(f"top_k {sizes['top_k']} is more than {sizes['experts']} experts")
+    heads = _default(row, "heads", max(1, width // 128), assumed)
+    kv_heads = positive(row, "kv_heads") or heads
+    if heads % kv_heads:
+        raise _UnreadableError(f"kv_heads {kv_heads} does not divide heads {heads}")
+    if shared is None:
+        shared = (number(row, "shared_experts") or 0) * sizes["expert_ffn"]
+    is_dense = positive(row, "dense_layers") or (positive(row, "moe_every") or 1) > 1
+    model = expert_model(
+        row,
+        {
+            **sizes,
+            "width": width,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": _default(row, "head_dim", 128, assumed),
+            "ffn": _default(row, "ffn", 4 * width, assumed) if is_dense else 0,
+            "vocab": _default(row, "vocab", 50_304, assumed),
+            "shared_ffn": round(shared),
+        },
+        flag(row, "tied") is True,
+    )
+    billions = _billions(row)
+    if billions and billions > 0:
+        counted = model.params.total / 1e9
+        _compare(row, "params_b", counted, billions, f"{counted:.3g}", assumed)
+    return model
 
 
 def _compare(row: Row, key: str, counted: float, stated: float, text: str, assumed: list[str]) -> None:
@@ -291,10 +354,26 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         assumed.append("precision=bf16" + _not_understood(row, "precision"))
     optimizer = lower_text(row, "optimizer") or "adamw"
     sharded = shard_of(row) in ("full", "hybrid")
-    kernel = _kernel(flash_text)
+    kernel, expert_layers = _kernel(flash_text), (positive(row, "experts") or 0) >= 2
     compiled = compile_stated or kernel == "te"
+    dispatch, layers_again = dispatch_of(row) or "alltoall", recomputed_layers(row)
+    if expert_layers:
+        kernel = "flash" if kernel == "flash1" else kernel  # grouped products are younger than flash attention 2
+        compiled = compiled or "distributed" in optimizer  # Megatron Core's experts need its fused kernels
+        if dispatch_of(row) is None and (positive(row, "ep") or 1) > 1:
+            assumed.append(f"dispatcher={dispatch}" + _not_understood(row, "dispatcher"))
+    if layers_again is not None and recompute == "selective":
+        recompute = "budget"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
-    gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if kernel == "te" and not sharded else None
+    gradients = (
+        "fp32"
+        if "fp32 grad" in optimizer
+        else "bf16"
+        if "bf16 states" in optimizer
+        else "bf16"
+        if kernel == "te" and not sharded
+        else None
+    )
     # torch.compile and PyTorch's own attention mark loops written in plain PyTorch (DDP where nothing is sharded).
     native = kernel != "te" and (compile_stated or "sdpa" in flash_text)
     # Megatron accumulates bf16 gradients in fp32 and is what tensor and pipeline parallelism usually mean; DeepSpeed keeps 16 bits.
@@ -312,8 +391,16 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         loss=_loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
         moment_tensors=1 if "sgd" in optimizer else 2,
-        moments="int8" if "8-bit" in optimizer or "8bit" in optimizer else "fp32",
+        moments="int8"
+        if "8-bit" in optimizer or "8bit" in optimizer
+        else "bf16"
+        if "bf16 moments" in optimizer
+        else "fp32",
         gradient_precision=gradients,
+        recompute_budget=1.0 - (layers_again or 0.5),
+        dispatch=dispatch,
+        recomputed=recomputed_modules(row) if recompute == "selective" else (),
+        balanced=is_balanced(row),
         engine="torch" if sharded or native else "megatron" if megatron else "deepspeed",
     )
     # Megatron got sequence parallelism in 2022, together with selective recompute and before flash attention: a row with
@@ -333,6 +420,8 @@ def precision_of(row: Row) -> str:
 
 def _stated_precision(row: Row) -> str | None:
     text = re.sub(r"[\s-]+", "_", lower_text(row, "precision"))
+    if "attention_only" in text:
+        return "bf16"  # experts, most of the work, stay in 16 bits
     return next((name for name, marks in PRECISIONS.items() if any(mark in text for mark in marks)), None)
 
 
@@ -381,10 +470,12 @@ def _recompute(text: str) -> str | None:
 
 
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
-    """plain, compiled or inplace. The flash-attn package has a cross-entropy that overwrites the logits, and tables with "flash: yes" are
+    """plain, compiled, chunked or inplace. The flash-attn package has a cross-entropy that overwrites the logits, and tables with "flash: yes" are
     of engines that use both. The name of a kernel ("fa2", "sdpa") says nothing about the loss."""
     if sharded and not compiled and flash_text in YES:
         return "inplace"
+    if sharded and "flex" in flash_text:
+        return "chunked"  # torchtitan
     return "compiled" if compiled else "plain"
 
 
@@ -392,7 +483,7 @@ def _kernel(text: str) -> str:
     """The attention kernel; of a version ("flash-attn 2.3") the first digit counts."""
     if text in NO or text in ("math", "eager", "naive", "vanilla", "unfused"):
         return "math"
-    if re.match(r"te\b", text) or "transformer" in text or "cudnn" in text:
+    if re.search(r"\bte\b", text) or "transformer" in text or "cudnn" in text:
         return "te"
     version = re.search(r"\d", text)
     if version and version.group() == "3":
@@ -454,6 +545,8 @@ def links_of(device: Device | None, text: str, per_node: int) -> Links:
     return Links(intra_gbs=intra, inter_gbs_per_node=node)
 
 
+RACK = re.compile(r"nvl(\d+)")
+"""Racks whose devices are all joined by the links inside a node."""
 INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric|pcie", re.I)
 RATE = re.compile(r"(?:(\d+)\s*[x\u00d7]\s*)?(\d+(?:\.\d+)?)\s*(T|G)\s*(b/s|bps|bit/s|bits/s|B/s|bE\b)", re.I)
 INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}

@@ -5,12 +5,14 @@ Definitions (those of the published comparison):
 - throughput: bf16 or fp16 rows on A100, H100, H200, MI250 class devices with a fully stated layout, not flagged.
 - error = |predicted - measured| / measured; coverage = rows predicted / rows in the set: a refusal counts against coverage, never as a hit.
 - all readings: every row with a value, also those whose layout is not fully stated, of other devices, in 8 bits, or flagged.
+- experts: models with experts by size, all devices, 16 bits and narrower precisions apart; every row with a value that is not flagged.
 - fit: a row with outcome "oom" must be predicted not to fit, a working row to fit.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,6 +27,7 @@ from benchmarks.published.rows import PublishedRun, Refusal, precision_of, read_
 from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.step import Constants, estimate_step
 from windlass.errors import ConfigError, PlanError
+from windlass.models.spec import ModelSpec
 from windlass.units import GIB
 
 REQUIRED = (
@@ -65,6 +68,11 @@ class Prediction:
     in_memory: bool
     in_throughput: bool
     assumed: tuple[str, ...]
+    expert_group: str | None = None
+    """The size of a model with experts, by the name of its best known one."""
+    narrow: bool = False
+    """Products in 8 or 4 bits."""
+    flagged: bool = False
 
     @property
     def memory_error(self) -> float | None:
@@ -139,6 +147,8 @@ def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
         "stated": stated,
         "in_memory": stated and kind in ("allocated", "reserved") and measured_gib is not None,
         "in_throughput": stated and _in_class(row) and rate_measured is not None,
+        "narrow": precision_of(row) in ("fp8", "mxfp8", "nvfp4"),
+        "flagged": lower_text(row, "quality") == "flagged",
     }
     if isinstance(run, Refusal):
         return _refused(run.reason, shared)
@@ -149,10 +159,11 @@ def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
     rate, why = _rate(run, row, constants)
     return Prediction(
         refused=why,
-        memory_gib=_in_kind(estimated, kind) / GIB,
+        memory_gib=_in_kind(estimated, kind, run.capacity) / GIB,
         tokens_per_second_per_device=rate,
         fits=fits(estimated, run),
         assumed=run.assumed,
+        expert_group=expert_group(run.model),
         **shared,
     )
 
@@ -203,18 +214,29 @@ def fits(estimated: MemoryEstimate, run: PublishedRun) -> bool | None:
     return estimated.needed <= usable
 
 
-def _in_kind(estimated: MemoryEstimate, kind: str) -> float:
-    """The estimate in the kind and unit of the measurement (sources that print GB are compared in GB)."""
+def _in_kind(estimated: MemoryEstimate, kind: str, capacity: float | None) -> float:
+    """The estimate in the kind and unit of the measurement (sources that print GB are compared in GB).
+
+    The allocator's slack ends where the device's memory does."""
+    limit = max(estimated.allocated, capacity or math.inf)
     scale = GIB / 1e9 if "gb" in kind.split() or "(gb" in kind else 1.0
-    if kind == "allocated":
+    if kind.startswith("allocated"):
         return estimated.allocated * scale
-    if "nvidia-smi" in kind or "rocm-smi" in kind or "driver" in kind:
-        return estimated.total * scale
-    return estimated.reserved * scale
+    if any(mark in kind for mark in ("nvidia-smi", "rocm-smi", "driver", "device used", "device-used")):
+        return min(estimated.total, limit) * scale
+    return min(estimated.reserved, limit) * scale
+
+
+EXPERT_GROUPS = (("small", 20e9), ("30B-A3B", 60e9), ("235B-A22B", 500e9), ("DeepSeek-V3", math.inf))
+"""Names of groups and the parameters below which a model with experts belongs to them."""
+
+
+def expert_group(model: ModelSpec) -> str | None:
+    return next(name for name, end in EXPERT_GROUPS if model.params.total < end) if model.expert_params else None
 
 
 def _rate_measured(row: Row) -> float | None:
-    value = number(row, "tokens_per_s_per_gpu")
+    value = None if lower_text(row, "quality") == "flagged_throughput" else number(row, "tokens_per_s_per_gpu")
     return value if value is not None and value > 0 else None
 
 
@@ -244,6 +266,7 @@ class Score:
                 "memory": _summary([p.memory_error for p in self.predictions if p.measured_gib is not None]),
                 "throughput": _summary([p.throughput_error for p in self.predictions if p.measured_tps is not None]),
             },
+            **_expert_tables(self.predictions),
             "refused": _tally(p.refused for p in self.predictions if p.refused),
             "assumed": _tally(a for p in self.predictions for a in p.assumed),
         }
@@ -279,6 +302,27 @@ def _tables(predictions: list[Prediction]) -> dict[str, Any]:
         "throughput": _summary([p.throughput_error for p in predictions if p.in_throughput]),
         "fit": _fit(predictions),
     }
+
+
+def _expert_tables(predictions: list[Prediction]) -> dict[str, Any]:
+    """Nothing for a table without experts."""
+    scored = [p for p in predictions if p.expert_group is not None]
+    if not scored:
+        return {}
+
+    def errors(rows: list[Prediction]) -> dict[str, Any]:
+        rates = [p for p in rows if p.measured_tps is not None and not p.flagged]
+        memory_rows = [p for p in rows if p.measured_gib is not None and not p.flagged]
+        return {
+            "throughput": _summary([p.throughput_error for p in rates]),
+            "throughput_16_bit": _summary([p.throughput_error for p in rates if not p.narrow]),
+            "throughput_narrow": _summary([p.throughput_error for p in rates if p.narrow]),
+            "memory": _summary([p.memory_error for p in memory_rows]),
+            "fit": _fit(rows),
+        }
+
+    groups = {name: [p for p in scored if p.expert_group == name] for name, _ in EXPERT_GROUPS}
+    return {"experts": {"all": errors(scored), **{name: errors(rows) for name, rows in groups.items() if rows}}}
 
 
 def _summary(errors: list[float | None]) -> dict[str, Any]:

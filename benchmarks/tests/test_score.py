@@ -17,6 +17,7 @@ from windlass.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "benchmarks" / "published" / "sample_runs.csv"
+EXPERTS = SAMPLE.with_name("sample_expert_runs.csv")
 
 
 @pytest.fixture
@@ -36,10 +37,37 @@ def test_the_shipped_sample_is_predicted_well():
     assert summary["refused"] == {}
 
 
+def test_models_with_experts_are_scored_by_size_and_precision():
+    summary = score_file(EXPERTS).as_dict()
+    assert summary["refused"] == {}
+    experts = summary["experts"]
+    assert list(experts) == ["all", "small", "30B-A3B", "235B-A22B", "DeepSeek-V3"]
+    assert experts["all"]["throughput"]["covered"] == 7 and experts["all"]["throughput_narrow"]["covered"] == 2
+    assert experts["all"]["throughput"]["median_pct"] < 10 and experts["all"]["throughput"]["p90_pct"] < 25
+    assert experts["all"]["memory"]["covered"] == 5 and experts["all"]["memory"]["p90_pct"] < 12
+    assert experts["all"]["fit"] == {"oom_rows": 1, "oom_caught": 1, "working_rows": 7, "working_kept": 7}
+
+
+def test_columns_of_experts_change_the_prediction():
+    rows = {row["id"]: row for row in read_rows(EXPERTS)}
+    mixed, wide = rows["oel-016"], rows["mbr-025"]
+    plain = predict_row(mixed)
+    for cells in ({"dispatcher": "deepep"}, {"force_balance": "1"}, {"capacity": "1.0 (pad to capacity)"}):
+        assert predict_row({**mixed, **cells}).tokens_per_second_per_device > plain.tokens_per_second_per_device
+    assert predict_row({**mixed, "ep": "2"}).memory_gib > plain.memory_gib
+    # DeepSeek's queries are compressed where that explains the size: a wide model, not the 16B.
+    assert read_run(wide).model.params.total == pytest.approx(1026.4e9, rel=0.001)
+    assert read_run(rows["ttn-009"]).model.params.total == pytest.approx(15.706e9, rel=0.001)
+    assert read_run(mixed).model.params.active == pytest.approx(2.834e9, rel=0.001)
+    # 36 GPUs of a rack of 72 reach each other without the fabric.
+    fabric = predict_row({**wide, "interconnect": "NVLink + InfiniBand"})
+    assert fabric.tokens_per_second_per_device < 0.7 * predict_row(wide).tokens_per_second_per_device
+
+
 @pytest.mark.parametrize("column", ["tokens_per_s_per_gpu", "peak_mem_gib", "tflops_per_gpu", "mfu_pct", "source", "source_group", "notes", "id", "date", "outcome"])  # fmt: skip
 def test_answers_and_names_are_never_read(rows, column):
     """A prediction is the same whatever the measured columns, the source or its notes say."""
-    for row in rows:
+    for row in [*rows, *read_rows(EXPERTS)]:
         plain, changed = predict_row(row), predict_row({**row, column: "999"})
         assert plain.tokens_per_second_per_device == changed.tokens_per_second_per_device
         assert plain.memory_gib == changed.memory_gib and plain.fits == changed.fits

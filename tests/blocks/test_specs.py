@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
+from windlass.blocks.attention.rope import Rope
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.embedding.spec import EmbeddingSpec
 from windlass.blocks.head.spec import choose_loss, loss_bytes
+from windlass.blocks.latent.spec import LatentSpec
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.blocks.retention.spec import RetentionSpec
@@ -15,6 +17,9 @@ from windlass.layout.types import Layout, StepSpec
 
 STEP = StepSpec(seq_len=1024)
 ATTENTION = AttentionSpec(width=512, heads=8, kv_heads=2, head_dim=64)
+LATENT = LatentSpec(
+    width=7168, heads=128, kv_heads=128, head_dim=192, rope=Rope(1e4, 64), value_dim=128, kv_rank=512, q_rank=1536
+)
 MLP = MlpSpec(width=512, hidden=1536)
 RETENTION = RetentionSpec(width=512, value_width=1024, heads=4)
 
@@ -41,8 +46,26 @@ def test_attention() -> None:
     assert ATTENTION.context_bytes(STEP, Layout()) == 2 * 128 * 2
     assert ATTENTION.divides("tensor") == (("model.heads", 8), ("model.kv_heads", 2))
     assert ATTENTION.divides("pipeline") == ATTENTION.divides("context") == ()
-    biased = AttentionSpec(width=512, heads=8, kv_heads=2, head_dim=64, bias=True)
-    assert biased.params()["biases"] == 512 + 2 * 128 + 512
+    biased = AttentionSpec(width=512, heads=8, kv_heads=2, head_dim=64, bias="all", sinks=True)
+    assert biased.params()["biases"] == 512 + 2 * 128 + 512 and biased.params()["sinks"] == 8
+
+
+def test_latent_attention() -> None:
+    """DeepSeek-V3's block, by hand."""
+    assert LATENT.params() == {
+        "query down": 7168 * 1536, "query up": 1536 * 128 * 192, "key and value down": 7168 * 576, "key and value up": 512 * 128 * 256,
+        "attention output": 128 * 128 * 7168, "latent norms": 1536 + 512,
+    }  # fmt: skip
+    assert [p.divided for p in LATENT.products()] == ["", "outputs", "", "outputs", "inputs"]
+    assert sum(p.weights for p in LATENT.products()) == LATENT.active_params() - 1536 - 512
+    assert LATENT.mixing_flops(1024) == 2 * 1024 * 128 * (192 + 128)
+    assert LATENT.mixing(STEP).flops == LATENT.mixing_flops(1024) / 2
+    # Both narrow vectors before and after their norms on every rank; queries, keys, values and output of its heads.
+    narrow, heads = 2 * (2 * (512 + 1536) + 64), 2 * 2 * 128 * (192 + 128) + 4 * 128
+    assert LATENT.kept_bytes(STEP, Layout()) == narrow + heads
+    assert LATENT.kept_bytes(STEP, Layout(tensor=4)) == narrow + heads / 4
+    assert LATENT.context_bytes(STEP, Layout(tensor=4)) == 2 * 576
+    assert LATENT.divides("tensor") == (("model.heads", 128),)
 
 
 def test_feed_forward() -> None:

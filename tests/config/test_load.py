@@ -118,6 +118,7 @@ def test_tokens_or_steps_are_needed(recipe_file):
         ({"dense_layers": 2}, "model.experts.dense_layers (2) leaves none of model.layers (2) with experts; at most 1"),
         ({"shared_ffn": 64}, "model.experts.shared = 1"),
         ({"router": "tanh"}, "model.experts.router"),
+        ({"bias_step": 0.001}, 'balance = "loss" moves no bias'),
         ({"expert": 3}, "model.experts.expert: unknown key"),
     ],
     ids=str,
@@ -125,6 +126,27 @@ def test_tokens_or_steps_are_needed(recipe_file):
 def test_experts_that_do_not_fit_are_refused(recipe_file, changes, numbers):
     values = {"count": 8, "top_k": 2, **changes}
     overrides = [f"model.experts.{key}={value}" for key, value in values.items()]
+    error = problems(recipe_file(), *overrides)
+    assert error.code == "config.invalid" and numbers in error.message
+
+
+LATENT = ["model.latent.kv_rank=16", "model.latent.nope_dim=8", "model.latent.rope_dim=8", "model.latent.value_dim=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        ([*LATENT, "model.kv_heads=2"], "model.kv_heads (2): latent attention"),
+        ([*LATENT, "model.pattern=WF...", "model.window=8"], "model.pattern ('WF...'): latent attention"),
+        ([*LATENT, "model.attention_sinks=true"], "model.attention_sinks (True): latent attention"),
+        ([*LATENT, "model.latent.rope_dim=7"], "model.latent.rope_dim (7)"),
+        (["model.latent.kv_rank=16"], "model.latent.nope_dim: missing"),
+        (["data.reset_positions=true"], "data.reset_positions: needs data.mask_documents"),
+        (["model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"], "model.rope_scaling.old_length"),
+    ],
+    ids=lambda value: str(value)[-40:],
+)
+def test_keys_that_contradict_each_other_are_refused(recipe_file, overrides, numbers):
     error = problems(recipe_file(), *overrides)
     assert error.code == "config.invalid" and numbers in error.message
 

@@ -26,9 +26,7 @@ def test_the_step_that_begins_at_a_position_has_the_new_size() -> None:
     assert run_length(value) == (9, 18_432)
 
 
-@pytest.mark.parametrize(
-    ("steps", "length"), [(3, (3, 3072)), (4, (4, 4096)), (6, (6, 8192)), (10, (10, 22_528))]
-)
+@pytest.mark.parametrize(("steps", "length"), [(3, (3, 3072)), (4, (4, 4096)), (6, (6, 8192)), (10, (10, 22_528))])
 def test_a_run_by_steps(steps: int, length: tuple[int, int]) -> None:
     assert run_length(recipe([[4000, 2048], [10_000, 4096]], steps=steps)) == length
 

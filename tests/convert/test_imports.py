@@ -74,9 +74,9 @@ def test_llama_and_mistral_become_ours(folder_of: Any, tmp_path: Path) -> None:
 
 
 def test_imported_run_needs_no_original_folder(folder_of: Any, tmp_path: Path) -> None:
-    folder = folder_of("qwen2", **SHAPE, max_position_embeddings=64, tie_word_embeddings=True)
+    folder = folder_of("mistral", **SHAPE, max_position_embeddings=64, tie_word_embeddings=True, sliding_window=16)
     imported = import_model(folder, tmp_path / "run")
-    assert imported.family == "hf" and imported.check.ok and "qwen2" in imported.notes[0]
+    assert imported.family == "hf" and imported.check.ok and "window of 16" in imported.notes[0]
     shutil.rmtree(folder)
     assert export(tmp_path / "run", tmp_path / "again").check.ok
 
@@ -178,6 +178,7 @@ def llama_folder(folder_of: Any, tmp_path: Path) -> Path:
         ({"model_type": "foobar"}, "model.config-unreadable", ("foobar",)),
         ({"model_type": None}, "convert.config-json-damaged", ("config.json",)),
         ({"quantization_config": {"quant_method": "gptq"}}, "convert.weights-quantized", ("gptq",)),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "convert.weights-quantized", ("mxfp4",)),
     ],
 )
 def test_config_that_does_not_fit(
@@ -190,6 +191,22 @@ def test_config_that_does_not_fit(
         import_model(llama_folder, llama_folder.parent / "run")
     assert error.value.code == code and all(number in error.value.message for number in numbers)
     assert not (llama_folder.parent / "run").exists()
+
+
+def test_a_model_that_sees_later_tokens_is_refused(
+    folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its setting, and, where no setting says so, by its logits at the first position."""
+    shape = {**SHAPE, "max_position_embeddings": 64, "head_dim": 8}
+    folder = folder_of("gemma3_text", **shape, use_bidirectional_attention=True)
+    for code_path in (folder, folder_of("bert", **SHAPE)):
+        with pytest.raises(ConfigError) as error:
+            import_model(code_path, tmp_path / "refused")
+        assert error.value.code == ("model.not-causal" if code_path is folder else "model.encoder")
+    monkeypatch.setattr("windlass.models.hf.LATER_TOKENS", {})
+    with pytest.raises(ConfigError) as error:
+        import_model(folder, tmp_path / "run")
+    assert error.value.code == "model.not-causal"
 
 
 def test_weights_that_cannot_be_imported(llama_folder: Path) -> None:

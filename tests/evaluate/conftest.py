@@ -1,3 +1,3 @@
 """Fixtures shared with tests/convert."""
 
-from tests.model_runs import corpus, llama_run, make_run, make_store, retnet_run, store, tokenizer  # noqa: F401
+from tests.model_runs import corpus, hybrid_run, llama_run, make_run, make_store, retnet_run, store, tokenizer  # noqa: F401

@@ -1,125 +1,92 @@
-"""Fine-tuned classifiers learn, count right, and give the same result on one and two processes."""
+"""`windlass finetune`: our own models and transformers' learn, several seeds have a spread, and processes agree."""
 
 from __future__ import annotations
 
 import json
-import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.train.tuning_files import save_encoder, write_tsv
+from typer.testing import CliRunner
 
-from windlass.data.tokenizer import Tokenizer
-from windlass.errors import ConfigError, DataError
-from windlass.evaluate import finetune
-from windlass.evaluate.finetune import LabelledTexts, TuneOptions, classify, macro_f1, read_tsv, seed_scores
-from windlass.evaluate.open_model import open_model
+from windlass.cli import build
+from windlass.errors import ConfigError
+from windlass.evaluate.finetune import SeedResult, TuneOptions, mean_scores, tune_recipe
 from windlass.runs.folder import Run
 
 GOOD, BAD = ["ship", "water", "together", "great"], ["heavy", "wind", "rope", "load"]
 
 
-def reviews(count: int = 60) -> LabelledTexts:
-    """Two of the words tell the label, the rest are the same for both."""
-    dice = random.Random(0)
-    labels = [dice.choice(["plus", "minus"]) for _ in range(count)]
-    texts = [
-        " ".join(["the", dice.choice(GOOD if label == "plus" else BAD), dice.choice(GOOD if label == "plus" else BAD)])
-        for label in labels
-    ]
-    return list(zip(texts, labels, strict=True))
-
-
 @pytest.fixture
 def tsv(tmp_path: Path) -> Path:
+    rows = [
+        f"the {w} {v}\t{label}\n" for words, label in ((GOOD, "plus"), (BAD, "minus")) for w in words for v in words
+    ]
     path = tmp_path / "polemo.tsv"
-    path.write_text("text\ttarget\n" + "".join(f"{text}\t{label}\n" for text, label in reviews()))
+    path.write_text("text\ttarget\n" + "".join(rows) * 2)
     return path
 
 
+def finetune(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(build("finetune"), ["finetune", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout[result.stdout.index("{") :])
+    return answer
+
+
 @pytest.mark.parametrize(("which", "frozen"), [("llama_run", False), ("llama_run", True), ("retnet_run", False)])
-def test_it_learns(which: str, frozen: bool, request: Any, tokenizer: Tokenizer) -> None:
-    run = request.getfixturevalue(which)
-    options = TuneOptions(frozen=frozen, epochs=25 if frozen else 6, lr=2e-2 if frozen else 2e-3, seeds=(0, 1))
-    results, labels = classify(lambda: open_model(run.path), tokenizer, reviews(), None, options)
-    assert labels == ["minus", "plus"] and all(t.count == 12 for t in results)
-    assert all(t.losses[-1] < 0.5 * t.losses[0] for t in results)
-    assert min(t.accuracy for t in results) >= 0.75
-    scores = {s.metric: s for s in seed_scores("polemo", results, labels, options)}
-    assert scores["accuracy"].value == pytest.approx(sum(t.accuracy for t in results) / 2)
-
-
-def test_a_frozen_model_stays_as_it_was(llama_run: Run, tokenizer: Tokenizer) -> None:
-    opened = open_model(llama_run.path)
-    before = {name: p.clone() for name, p in opened.model.named_parameters()}
-    classify(lambda: opened, tokenizer, reviews(), None, TuneOptions(frozen=True, epochs=2))
-    assert all(torch.equal(p, before[name]) for name, p in opened.model.named_parameters())
-
-
-def test_macro_f1_by_hand() -> None:
-    """Label 0: TP 1, FP 1, FN 1 -> 1/2. Label 1: TP 2, FP 1, FN 1 -> 2/3. Label 2: never -> 0."""
-    guesses, truth = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 0])
-    assert macro_f1(guesses, truth, 3) == pytest.approx((0.5 + 2 / 3 + 0) / 3)
-
-
-def _body(rank: int, world: int, path: str, tokenizer_path: str) -> tuple[list[float], float]:
-    from windlass.data.tokenizer import load_tokenizer
-
-    torch.set_num_threads(1)
-    options = TuneOptions(epochs=2, lr=1e-3, batch=16)
-    results, _ = classify(lambda: open_model(path), load_tokenizer(tokenizer_path), reviews(), None, options)
-    return results[0].losses, results[0].macro_f1
-
-
-@pytest.mark.multi
-def test_two_processes_learn_the_same(llama_run: Run, tokenizer: Tokenizer, spread: Any) -> None:
-    alone = _body(0, 1, str(llama_run.path), str(tokenizer.path))
-    for losses, f1 in spread(2, _body, str(llama_run.path), str(tokenizer.path)):
-        assert losses == pytest.approx(alone[0], rel=1e-3) and f1 == pytest.approx(alone[1])
-
-
-def test_the_file_is_read_as_it_is_meant(tsv: Path, tmp_path: Path) -> None:
-    assert read_tsv(tsv) == reviews()
-    bare = tmp_path / "bare.tsv"
-    bare.write_text('a "quoted text\tx\nb\ty\n')
-    assert read_tsv(bare) == [('a "quoted text', "x"), ("b", "y")]
-
-
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tsv(content: str) -> Path:
-        (tmp_path / "bad.tsv").write_text(content)
-        return tmp_path / "bad.tsv"
-
-    def check(train: LabelledTexts, test: LabelledTexts | None) -> None:
-        classify(lambda: pytest.fail("a model was opened"), None, train, test, TuneOptions())  # type: ignore[arg-type]
-
-    texts, one_label, other_labels = reviews(), [("a", "x"), ("b", "x")], [("a", "x"), ("b", "y")]
-    cases: list[tuple[Any, str, str]] = [
-        (lambda: read_tsv(tsv("")), "evaluate.tsv-empty", "bad.tsv"),
-        (lambda: read_tsv(tsv("text\tlabel\na\tx\nb\n")), "evaluate.tsv-line-incomplete", "line 3"),
-        (lambda: read_tsv(tsv("a\tx\n\ty\n")), "evaluate.tsv-line-incomplete", "line 2"),
-        (lambda: read_tsv(tmp_path / "none.tsv"), "evaluate.file-missing", "none.tsv"),
-        (lambda: check(one_label, texts), "evaluate.one-label-only", "2"),
-        (lambda: check(other_labels, texts), "evaluate.test-labels-unknown", "minus, plus"),
+def test_our_own_models_learn(which: str, frozen: bool, request: Any, tsv: Path, tmp_path: Path) -> None:
+    run: Run = request.getfixturevalue(which)
+    speed = ["--frozen", "--epochs", 40, "--lr", 2e-2] if frozen else ["--epochs", 8, "--lr", 3e-3]
+    answer = finetune(run.path, "--train", tsv, "--test", tsv, "--length", 16, "--runs", tmp_path / "runs", *speed)
+    assert answer["labels"] == ["minus", "plus"] and answer["accuracy"] > 0.8
+    assert [line["metric"] for line in map(json.loads, run.eval_file.read_text().splitlines())][-6:] == [
+        score["metric"] for score in answer["scores"]
     ]
-    for action, code, text in cases:
-        with pytest.raises(DataError) as error:
-            action()
-        assert error.value.code == code and text in error.value.message
-    monkeypatch.setattr(finetune, "_rank_and_world", lambda: (0, 3))
-    with pytest.raises(ConfigError) as batch_error:
-        check(texts, None)
-    assert batch_error.value.code == "evaluate.batch-not-divisible" and "18" in (batch_error.value.hint or "")
+
+
+def test_seeds_have_a_spread_and_finished_ones_are_kept(tsv: Path, tmp_path: Path) -> None:
+    save_encoder(tmp_path / "model")
+    write_tsv(tmp_path / "train.tsv", 40)
+    options = ["--train", tmp_path / "train.tsv", "--epochs", 1, "--length", 32, "--runs", tmp_path / "runs"]
+    first = finetune(tmp_path / "model", *options)
+    both = finetune(tmp_path / "model", *options, "--seeds", 2)
+    seeds = both["scores"][0]["detail"]["seeds"]
+    assert [seed["seed"] for seed in seeds] == [0, 1]
+    assert seeds[0]["scores"]["accuracy"] == first["accuracy"]
+    assert len(both["runs"]) == 2
+
+
+def test_mean_and_interval_of_seeds() -> None:
+    results = [SeedResult("r", seed, {"accuracy": value}, 1, 50, None) for seed, value in enumerate((0.8, 0.9))]
+    (score,) = mean_scores("task", results, {})
+    assert score.value == pytest.approx(0.85) and score.high is not None and score.low is not None
+    assert score.high - score.low == pytest.approx(2 * 12.706 * 0.05, rel=1e-3)  # sd / sqrt(2) is 0.05
 
 
 @pytest.mark.multi
-def test_workers_of_the_command(llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train, out = tmp_path / "set.tsv", tmp_path / "out.json"
-    train.write_text("text\tlabel\n" + "".join(f"{w} water\t{w}\n" for w in ("ship", "rope") * 12))
-    argv = ["windlass", "finetune", llama_run.path, "--train", train, "--epochs", 1, "--batch", 4, "--output", out]
-    monkeypatch.setattr(sys, "argv", [*map(str, argv), "--no-save"])
-    assert finetune.start_workers(2) == 0
-    result = json.loads(out.read_text())
-    assert result["processes"] == 2 and {s["metric"] for s in result["scores"]} == {"accuracy", "macro_f1"}
+def test_two_processes_of_the_command(tsv: Path, tmp_path: Path) -> None:
+    save_encoder(tmp_path / "model")
+    options = [
+        "--train",
+        tsv,
+        "--test",
+        tsv,
+        "--epochs",
+        0.5,
+        "--length",
+        16,
+        "--runs",
+        tmp_path / "two",
+        "--devices",
+        2,
+    ]
+    answer = finetune(tmp_path / "model", *options)
+    assert answer["processes"] == 2 and 0 < answer["loss"] < 2
+
+
+def test_a_batch_that_does_not_divide(tsv: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        tune_recipe(tmp_path, tsv, None, TuneOptions(batch=16), seed=0, devices=3, step=None)
+    assert error.value.code == "tune.batch-not-divisible" and "18" in (error.value.hint or "")

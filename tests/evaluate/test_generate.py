@@ -19,7 +19,7 @@ def whole(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens)[:, -1, : model.vocab].float()
 
 
-@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run", "hybrid_run"])
 @pytest.mark.parametrize("parts", [(30,), (1,) * 30, (7, 1, 1, 12, 9)])
 def test_decoding_is_the_forward_pass(which: str, parts: tuple[int, ...], request: Any) -> None:
     model = open_model(request.getfixturevalue(which).path).model
@@ -31,7 +31,7 @@ def test_decoding_is_the_forward_pass(which: str, parts: tuple[int, ...], reques
         assert torch.allclose(logits, whole(model, tokens[:, :done]), atol=2e-4), done
 
 
-@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run", "hybrid_run"])
 def test_a_token_with_its_place_as_a_tensor_is_the_same_token(which: str, request: Any) -> None:
     """What a GPU records and replays, computed here without a recording."""
     model = open_model(request.getfixturevalue(which).path).model

@@ -16,14 +16,15 @@ from windlass.blocks.attention.kernels import (
     block_masked_attention,
     causal_attention,
 )
+from windlass.blocks.head.loss import _chunk_terms, chunk_terms
 from windlass.config import OptimConfig, Recipe
+from windlass.train.capture import WARM_CALLS
 from windlass.train.optimizers.base import build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def curve(count: int = 6, **tables: Any) -> list[float]:
-    """Losses of the first steps of a small model."""
+def small_recipe(count: int, **tables: Any) -> Recipe:
     base: dict[str, Any] = {
         "model": {"layers": 4, "width": 512, "ffn": 1408, "heads": 8, "kv_heads": 4, "vocab": 8000},
         "data": {"seq_len": 512, "batch_tokens": 8192},
@@ -33,7 +34,12 @@ def curve(count: int = 6, **tables: Any) -> list[float]:
         "energy": {"enabled": False},
         "save": {"at_end": False},
     }
-    recipe = Recipe.model_validate({"name": "g", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
+    return Recipe.model_validate({"name": "g", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
+
+
+def curve(count: int = 6, **tables: Any) -> list[float]:
+    """Losses of the first steps of a small model."""
+    recipe = small_recipe(count, **tables)
     torch.compiler.reset()  # or the curves of other tests would count towards the recompile limit
     training = build(recipe)
     with attention_kernel(recipe.train.attention, training.world.device):
@@ -66,6 +72,48 @@ def test_a_technique_changes_speed_not_the_curve(change: dict[str, Any]) -> None
 def test_grouped_products_of_experts_follow_the_loop(change: dict[str, Any]) -> None:
     experts = {"ffn": 256, "experts": {"count": 16, "top_k": 4, "z_loss": 1e-3}}
     assert curve(model=experts, train=change) == pytest.approx(curve(model=experts), abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layout": {"micro_batch": 16}}, {"model": {"ffn": 256, "experts": {"count": 16, "top_k": 4}}}],
+    ids=["one micro-batch", "experts, two micro-batches"],
+)
+def test_a_captured_step_equals_the_launched_one_bit_by_bit(change: dict[str, Any]) -> None:
+    """Attention operation by operation: the fused kernels add gradients of queries in any order."""
+    losses = [
+        curve(train={"capture": capture, "compile": False, "attention": "math"}, **change) for capture in (False, True)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_replayed_pass_strays_no_further_than_a_repeated_one() -> None:
+    """Compiled, with cuDNN's attention, whose gradients differ between two runs of the same kernels."""
+    training = build(small_recipe(1, layout={"micro_batch": 16}, train={"capture": True}))
+    tokens = torch.randint(0, 8000, (16, 513), device="cuda")
+    stepper = training.stepper
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        run(tokens, None)
+        copies = [gradient.float() for gradient in training.optimizer.gradients()]
+        training.optimizer.zero_grad()
+        return copies
+
+    with attention_kernel("auto", training.world.device):
+        launched, repeated = (gradients(stepper._run_passes) for _ in range(2))
+        replayed = [gradients(stepper.gradients) for _ in range(WARM_CALLS + 2)][-1]
+    assert stepper.replayed is not None and stepper.replayed.graph is not None
+    for first, second, third in zip(launched, repeated, replayed, strict=True):
+        assert float((third - first).norm()) <= 4 * float((second - first).norm())
+
+
+@pytest.mark.parametrize(("vocab", "z_loss"), [(7777, 0.0), (8192, 1e-2)], ids=["padded", "z-loss"])
+def test_the_loss_kernel_follows_fp32(vocab: int, z_loss: float) -> None:
+    torch.manual_seed(0)
+    logits, targets = 3 * torch.randn(96, 8192, device="cuda"), torch.randint(0, vocab, (96,), device="cuda")
+    expected = _chunk_terms(logits.bfloat16().double(), targets, vocab, z_loss)
+    for ours, exact in zip(chunk_terms("cuda")(logits.bfloat16(), targets, vocab, z_loss), expected, strict=True):
+        assert float((ours.double() - exact).norm() / exact.norm()) < 4e-3
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
@@ -126,25 +174,40 @@ def test_the_attention_kernel_changes_although_the_compile_cache_is_warm(
     assert not any("cudnn" in name and "sdpa" in name for name in names[1])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo3", "gemma3", "apertus", "nemotron"])
+EXPERTS = {"count": 8, "top_k": 2, "ffn": 512}
+LATENT = {"kv_rank": 128, "q_rank": 192, "nope_dim": 64, "rope_dim": 32, "value_dim": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {}, "olmo3": {"window": 100}, "gemma3": {"window": 100}, "apertus": {}, "nemotron": {},
+    "gpt_oss": {"window": 100, "experts": EXPERTS},
+    "deepseek_v3": {"kv_heads": None, "latent": LATENT, "experts": {**EXPERTS, "groups": 1, "groups_kept": 1, "dense_layers": 1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_compiled_follows_itself_operation_by_operation(family: str) -> None:
-    model = {"family": family} | ({"window": 100} if family in ("olmo3", "gemma3") else {})
+    model = {"family": family} | FAMILIES[family]
     assert curve(model=model) == pytest.approx(curve(model=model, train={"compile": False}), abs=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(0, 0.0), (100, 0.0), (100, 5.0)], ids=["documents", "windows", "capped"]
-)
-def test_the_kernel_that_skips_blocks_equals_blocks_of_queries(window: int, softcap: float) -> None:
+    ("window", "softcap", "width", "sinks"),
+    [(0, 0.0, 64, False), (100, 0.0, 64, False), (100, 5.0, 64, False), (0, 0.0, 64, True), (100, 0.0, 64, True), (0, 0.0, 32, False)],
+    ids=["documents", "windows", "capped", "sinks", "sinks in windows", "narrow values"],
+)  # fmt: skip
+def test_the_kernel_that_skips_blocks_equals_blocks_of_queries(
+    window: int, softcap: float, width: int, sinks: bool
+) -> None:
     torch.manual_seed(0)
-    shapes = ((2, 8, 700, 64), (2, 2, 700, 64), (2, 2, 700, 64))
+    shapes = [(2, 8, 700, 64), (2, 2, 700, 64), (2, 2, 700, width), *([(8,)] if sinks else [])]
     heads = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
     numbers = (torch.arange(700, device="cuda")[None] // torch.tensor([[150], [333]], device="cuda")).contiguous()
     scores = Scores(window=window, softcap=softcap)
     results = []
     for attend in (
-        lambda: block_masked_attention(*heads, scores, block_mask(window, 700, numbers, torch.device("cuda"))),
-        lambda: causal_attention(*heads, scores, numbers),
+        lambda: block_masked_attention(
+            *heads[:3], scores, block_mask(window, 700, numbers, torch.device("cuda")), *heads[3:]
+        ),
+        lambda: causal_attention(*heads[:3], scores, numbers, *heads[3:]),
     ):
         out = attend()
         gradients = torch.autograd.grad(out.square().sum(), heads)

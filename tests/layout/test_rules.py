@@ -15,11 +15,12 @@ from windlass.errors import ConfigError
 from windlass.layout import rules
 from windlass.layout.resolve import JobSize, complete_layout
 from windlass.layout.rules import Violation, check_layout, check_step, nearest_batches, not_ranked, violations
-from windlass.layout.types import Layout
+from windlass.layout.types import AXES, Layout
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 from windlass.units import divisors, nearest
 
+ROUTED: dict[str, Any] = {"model": {"family": "qwen3_moe", "experts": {"count": 12, "top_k": 2, "ffn": 256}}}
 # recipe tables, [layout] table, JobSize, code, numbers in the message, nearest value
 INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[str, ...], str]] = [
     ({}, {"tensor": 8}, {}, "layout.tensor-not-divisible", ("8", "12", "model.heads"), "4"),
@@ -55,6 +56,11 @@ INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[s
     ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid"}, {}, "layout.hybrid-unsupported", ("hybrid",), "zero2"),
     ({}, {"shard": "hybrid_zero2", "shard_size": 3}, {}, "layout.shard-size-not-divisible", ("3", "8"), "2 or 4"),
     ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid_zero2"}, {}, "layout.hybrid-unsupported", ("hybrid_zero2",), "zero2"),
+    (ROUTED, {"expert": 8}, {}, "layout.expert-not-divisible", ("8", "12", "model.experts.count"), "6 or 12"),
+    (ROUTED, {"expert": 6, "tensor": 2}, {}, "layout.expert-replicas-not-divisible", ("6", "4 replicas"), "4"),
+    (ROUTED, {"expert": 6, "shard": "hybrid", "shard_size": 4}, {"devices": 24}, "layout.expert-crosses-shards", ("6", "4"), "4 or 8"),
+    ({}, {"expert": 2}, {}, "layout.no-experts", ("2",), "1"),
+    ({"train": {"engine": "deepspeed"}, **ROUTED}, {"expert": 2}, {}, "layout.axis-unsupported", ("2", "deepspeed"), "1"),
     ({}, {"offload": "parameters"}, {"devices": 1}, "layout.offload-needs-processes", ("parameters",), "optimizer"),
 ]  # fmt: skip
 
@@ -120,7 +126,7 @@ def test_a_hugging_face_model_is_not_divided(recipe: Callable[..., Recipe], tmp_
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 640, **sizes}))
     made = recipe(model={"family": "hf", "config": str(tmp_path)})
-    for axis in ("tensor", "pipeline", "context"):
+    for axis in AXES:
         model, layout, job = case(made, {axis: 2}, {})
         check_case(violations(model, layout, job), "layout.axis-unsupported", (axis, "2"), "1")
         assert not_ranked(model, layout, job) == []

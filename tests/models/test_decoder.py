@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from windlass.blocks.embedding.spec import padded_rows
 from windlass.config import ModelConfig
 from windlass.models.build import build_model
+from windlass.models.decoder import document_positions
 
 SMALL = ModelConfig(layers=3, width=64, ffn=160, heads=8, kv_heads=2, vocab=250, rope_theta=10000.0)
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
@@ -116,6 +119,38 @@ def test_documents_do_not_see_each_other() -> None:
     changed[0, :9] = torch.randint(1, 250, (9,))
     assert torch.allclose(model(changed, None, numbers)[0, 10:], together[0, 10:], atol=1e-6)
     assert not torch.allclose(model(changed)[0, 10:], model(tokens)[0, 10:], atol=1e-4)
+
+
+LATENT = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
+
+
+@pytest.mark.parametrize("keys", [{}, {"kv_heads": None, "latent": LATENT}], ids=["attention", "latent"])
+def test_positions_begin_again_at_each_document(keys: dict[str, Any]) -> None:
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 2], [4, 5, 5, 5, 5, 5]])
+    assert document_positions(numbers).tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]]
+    model = build_model(ModelConfig.model_validate({**SMALL.model_dump(), **keys}), seq_len=6)
+    model.init_weights(0)
+    tokens = torch.randint(1, 250, (2, 6))
+    plain = model(tokens, None, numbers)
+    alone = torch.cat([model(part) for part in tokens[1:].split([1, 5], dim=1)], dim=1)
+    tables = []
+    model.layers["0"].register_forward_pre_hook(lambda _, inputs: tables.append(inputs[1].tables))
+    model.resets_positions = True
+    model.prepare("cpu")
+    again = model(tokens, None, numbers)
+    # Rotary positions are relative: inside a document only rounding differs.
+    assert torch.allclose(again, plain, atol=1e-5) and torch.allclose(again[1:], alone, atol=1e-5)
+    key = model.blocks()[0].table_key
+    assert torch.equal(tables[0][key][0][1, 0], model.tables[key][0][[0, 0, 1, 2, 3, 4]])
+
+
+def test_logits_are_scaled() -> None:
+    tokens, logits = torch.randint(0, 250, (1, 8)), []
+    for scale in (1.0, 0.25):
+        model = build_model(SMALL.model_copy(update={"logit_scale": scale}), seq_len=8)
+        model.init_weights(0)
+        logits.append(model(tokens)[..., :250])
+    assert torch.allclose(logits[0] * 0.25, logits[1], atol=1e-6)
 
 
 def test_longer_than_trained_is_possible() -> None:

@@ -80,6 +80,8 @@ MODELS = [
     {"family": "retnet", "layers": 3, "ffn": 432},
     {"family": "retnet", "ffn": 512, "heads": 2, "value_width": 432, "tied": True},
     {"family": "retnet", "ffn": 432, "activation": "gelu"},
+    {"family": "nemotron_h", "layers": 3, "ffn": 432, "pattern": "M-*", "mamba": {"heads": 8}},
+    {"family": "nemotron_h", "ffn": 432, "pattern": "ME", "mamba": {"heads": 8}, "experts": {"count": 3, "top_k": 2}},
 ]
 
 
@@ -153,3 +155,23 @@ def test_hf_without_a_config_says_so() -> None:
     with pytest.raises(ConfigError) as error:
         model_spec(ModelConfig(family="hf"))
     assert error.value.code == "model.config-missing"
+
+
+def test_a_hybrid_has_layers_of_one_block() -> None:
+    mamba = {"heads": 4, "head_dim": 16, "state": 8, "groups": 2}
+    model = small(
+        family="nemotron_h", layers=5, ffn=512, pattern="M-*ME", mamba=mamba, experts={"count": 4, "top_k": 2}
+    )
+    kinds = [[branch.block.kind for branch in layer.branches] for layer in model.layers()]
+    assert kinds == [["mamba"], ["mlp"], ["attention"], ["mamba"], ["experts"]]
+    assert model.num_branches == model.num_layers == 5 and not model.measured
+    # Inputs 256 x (64 + 64 + 2 x 16 + 4), output 64 x 256, convolution 96 x 5, state 3 x 4, norms 64 and 256.
+    assert model.groups[0].layer.num_params == 256 * 164 + 64 * 256 + 96 * 5 + 12 + 64 + 256
+    # Attention grows with the sequence, Mamba-2 does not.
+    assert model.mixing_flops(8192) - model.mixing_flops(4096) == 4 * 4096 * 256
+    # The matrix that ends a branch begins smaller by the number of branches, of which there are four here.
+    config = ModelConfig(family="nemotron_h", layers=4, width=64, ffn=64, heads=4, vocab=64, pattern="-...")
+    built = build_model(config, seq_len=8)
+    built.init_weights(0)
+    stds = [float(built.get_parameter(f"layers.0.feed_forward.{name}.weight").std()) for name in ("w1", "w2")]
+    assert stds[0] / stds[1] == pytest.approx(2.0, rel=0.05)

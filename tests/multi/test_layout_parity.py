@@ -31,6 +31,10 @@ TOLERANCE = 3e-6
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"count": 6, "top_k": 2, "ffn": 48, "shared": 1, "dense_layers": 1, "balance_weight": 0.1, "z_loss": 1e-2},
     "olmoe": {"count": 8, "top_k": 3, "ffn": 32, "router": "sigmoid", "groups": 4, "groups_kept": 2, "balance": "bias", "balance_weight": 2e-3},
+    "gpt_oss": {"count": 4, "top_k": 2, "ffn": 48, "balance_weight": 0.1},
+    "deepseek_v2": {"count": 6, "top_k": 2, "ffn": 48, "balance_weight": 0.1},
+    "deepseek_v3": {"count": 8, "top_k": 3, "ffn": 32, "dense_layers": 1, "groups": 4, "groups_kept": 2, "balance_weight": 0.1},
+    "nemotron_h": {"count": 4, "top_k": 2, "ffn": 32, "balance_weight": 2e-3},
 }  # fmt: skip
 """Balance losses of a sequence, and biases moved by the loads of the whole batch."""
 
@@ -42,15 +46,26 @@ def make_recipe(
     shape |= {"value_width": 96, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
     if family in ("olmo3", "gemma3"):
         shape |= {"window": 12, "pattern": "WF..."}
+    if family == "gpt_oss" or family.startswith("deepseek"):
+        shape["init_std"] = 0.1  # at 0.02 scores are so small that a wrong gradient of theirs would not show
+    if family == "gpt_oss":
+        shape |= {"window": 12, "rope_scaling": {"kind": "yarn", "factor": 4.0, "old_length": 16}}
+    if family.startswith("deepseek"):
+        shape |= {"kv_heads": None, "latent": {"kv_rank": 24, "nope_dim": 12, "rope_dim": 8, "value_dim": 16}}
+    if family == "deepseek_v3":
+        shape["latent"]["q_rank"] = 32
     if family in EXPERTS:
         shape["experts"] = EXPERTS[family]
+    if family == "nemotron_h":
+        shape |= {"pattern": "ME*M", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}
     if layout.pop("tied", False):
         shape["tied"] = True
     shape |= layout.pop("model", {})
     seq_len, sequences = layout.pop("seq_len", 32), layout.pop("sequences", 16)
-    data = {"mask_documents": True} if layout.pop("documents", False) else {}
+    reset = family in ("gpt_oss", "deepseek_v3")
+    data = {"mask_documents": True, "reset_positions": reset} if layout.pop("documents", False) else {}
     optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}, "muon": {"lr": 1e-3, "eps": 1e-2}}[optimizer]
-    if optimizer == "adamw" and (family == "retnet" or "tied" in shape):
+    if optimizer == "adamw" and (family in ("retnet", *EXPERTS) or "tied" in shape):
         # At AdamW's own eps these are chaotic: one process in other micro-batches leaves its own curve within ten steps.
         optim = {"lr": 1e-3, "eps": 1e-2}
     return Recipe.model_validate({
@@ -172,7 +187,13 @@ class Parity:
         return train_here(self.recipe(), self.documents)
 
     def __str__(self) -> str:
-        kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents, "goldfish" * self.goldfish]
+        kind = [
+            self.family,
+            self.optimizer,
+            "tied" * self.tied,
+            "documents" * self.documents,
+            "goldfish" * self.goldfish,
+        ]
         kind += [f"{self.layers} layers"] if self.layers != 4 else []
         sizes = [f"{key}={value}" for key, value in self.layout.items()]
         return "-".join([f"{self.world}x{self.micro}", *filter(None, kind), *sizes])
@@ -236,6 +257,21 @@ CASES = [
     Parity(4, 4, {"shard": "full", "tensor": 2}, family="qwen3_moe"),
     Parity(4, 2, {"shard": "zero1", "pipeline": 2}, family="olmoe"),
     Parity(2, 8, {"shard": "full", "context": 2, "train": {"recompute": "selective"}}, family="qwen3_moe"),
+    # Rows travel to the ranks of their experts, whose gradients are summed over fewer ranks.
+    Parity(2, 8, {"shard": "zero1", "context": 2, "expert": 2, "train": {"recompute": "full"}}, family="qwen3_moe"),
+    Parity(4, 4, {"shard": "full", "tensor": 2, "expert": 2}, family="qwen3_moe"),
+    # Sinks of some heads, biases that every tensor-parallel rank or only one adds; latents that ranks share.
+    Parity(2, 4, {"shard": "full", "tensor": 2}, family="gpt_oss"),
+    Parity(4, 4, {"shard": "full", "context": 2, "tensor": 2}, family="gpt_oss", documents=True),
+    Parity(2, 4, {"shard": "none", "tensor": 2}, family="deepseek_v2"),
+    Parity(4, 4, {"shard": "full", "context": 2, "tensor": 2}, family="deepseek_v3", documents=True),
+    Parity(2, 4, {"shard": "full", "pipeline": 2}, family="deepseek_v3"),
+    Parity(4, 4, {"shard": "full", "tensor": 2, "expert": 2}, family="gpt_oss"),
+    # Mamba-2: heads and groups are divided, states and the inputs of convolutions pass from rank to rank.
+    Parity(4, 4, {"shard": "full", "tensor": 2}, family="nemotron_h", documents=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2}, family="nemotron_h", documents=True),
+    Parity(2, 8, {"shard": "full", "context": 2}, family="nemotron_h", documents=True),
+    Parity(4, 8, {"shard": "none", "context": 2, "tensor": 2}, family="nemotron_h", documents=True),
     # The counted tokens of the whole batch divide the loss.
     Parity(4, 2, {"shard": "full", "tensor": 2}, goldfish=True),
     Parity(4, 2, {"shard": "none", "context": 2, "pipeline": 2}, goldfish=True),
@@ -281,6 +317,47 @@ def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> 
         curves(case),
         alone(case.optimizer, case.family, case.tied, case.documents, case.layers, case.goldfish),
     )
+
+
+EXPERT_CASES = [
+    *(Parity(4, 2, {"shard": shard, "expert": 2}, family="olmoe") for shard in ("none", "zero1", "zero2", "full")),
+    *(Parity(4, 2, {"shard": shard, "expert": 4}, family="olmoe") for shard in ("none", "zero1", "zero2", "full")),
+    *(
+        Parity(4, 2, {"shard": shard, "shard_size": 2, "expert": expert}, family="olmoe")
+        for shard, expert in itertools.product(HYBRID_SHARDS, (2, 4))
+    ),
+    Parity(4, 2, {"shard": "full", "expert": 2, "sync": "last"}, "adamw", family="olmoe"),
+    Parity(4, 1, {"shard": "zero1", "expert": 4, "bucket": 400_000}, family="olmoe"),
+    Parity(4, 2, {"shard": "full", "expert": 2, "offload": "parameters"}, family="olmoe"),
+    Parity(4, 2, {"shard": "full", "expert": 2, "train": {"recompute": "selective"}}, family="olmoe", tied=True),
+    Parity(4, 4, {"shard": "none", "tensor": 2, "expert": 2}, family="olmoe", documents=True),
+    *(
+        Parity(4, 2, {"shard": "zero1", "pipeline": 2, "schedule": schedule, "expert": 2}, family="qwen3_moe")
+        for schedule in ("1f1b", "gpipe", "interleaved", "zbv")
+    ),
+    Parity(4, 2, {"shard": "full", "expert": 2}, "muon", family="olmoe"),
+    Parity(8, 2, {"shard": "full", "expert": 8}, family="olmoe"),
+    Parity(8, 2, {"shard": "full", "expert": 2}, family="olmoe"),
+    Parity(8, 2, {"shard": "hybrid", "shard_size": 4, "expert": 2}, family="olmoe"),
+    Parity(8, 2, {"shard": "full", "tensor": 2, "expert": 4, "train": {"recompute": "full"}}, family="olmoe"),
+    Parity(8, 2, {"shard": "hybrid", "shard_size": 2, "tensor": 2, "context": 2, "expert": 2}, family="qwen3_moe"),
+    Parity(8, 2, {"shard": "zero1", "tensor": 2, "pipeline": 2, "expert": 2}, family="olmoe", tied=True),
+    Parity(8, 2, {"shard": "zero1", "context": 2, "pipeline": 2, "expert": 4}, family="olmoe", documents=True),
+]
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [4, 8])
+def test_experts_in_every_layout_match_one_process(alone: Any, world: int) -> None:
+    cases = [case for case in EXPERT_CASES if case.world == world]
+    for start in range(0, len(cases), TOGETHER):
+        part = cases[start : start + TOGETHER]
+        by_rank = spawn(train_cases, world, part, timeout=1200.0)
+        for number, case in enumerate(part):
+            expected = alone(case.optimizer, case.family, case.tied, case.documents)
+            compare([curves[number] for curves in by_rank], expected, str(case))
 
 
 def reductions(buckets: list[int | None]) -> list[int]:

@@ -24,7 +24,9 @@ TOGETHER = 12
 
 
 def make_recipe(family: str = "llama", **model: Any) -> Recipe:
-    own = {"kv_heads": 2} if family == "llama" else {"value_width": 48, "chunk": 8}
+    own: dict[str, Any] = {"value_width": 48, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
+    if family == "qwen3_moe":
+        own["experts"] = {"count": 8, "top_k": 2, "ffn": 16}
     return Recipe.model_validate({
         "name": "planned", "model": {"family": family, "layers": 4, "width": 32, "ffn": 48, "heads": 4, "vocab": 250, **own, **model},
         "data": {"seq_len": 16, "batch_tokens": SEQUENCES * 16}, "optim": {"lr": 1e-2},
@@ -48,7 +50,7 @@ def features(c: LayoutCandidate) -> dict[str, Any]:
     layout = c.layout
     return {
         "shard": layout.shard, "tensor": layout.tensor > 1, "pipeline": layout.pipeline > 1 and layout.schedule,
-        "context": layout.context > 1, "offload": layout.offload, "recompute": c.recompute, "accumulates": layout.accumulation > 1,
+        "context": layout.context > 1, "expert": layout.expert > 1, "offload": layout.offload, "recompute": c.recompute, "accumulates": layout.accumulation > 1,
     }  # fmt: skip
 
 
@@ -114,11 +116,14 @@ CASES: list[Any] = [
     pytest.param(
         "retnet", 2, 2, lambda c: c.layout.offload == "none" and c.layout.pipeline > 1, marks=pytest.mark.slow
     ),
+    pytest.param("qwen3_moe", 2, 2, lambda c: c.layout.expert > 1, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("family", "nodes", "per_node", "wanted"), CASES, ids=["2", "4", "8", "retnet-2", "retnet-4"])
+@pytest.mark.parametrize(
+    ("family", "nodes", "per_node", "wanted"), CASES, ids=["2", "4", "8", "retnet-2", "retnet-4", "experts-4"]
+)
 def test_what_the_planner_lists_runs(
     spawn: Any, monkeypatch: pytest.MonkeyPatch, family: str, nodes: int, per_node: int, wanted: Any
 ) -> None:

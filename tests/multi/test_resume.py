@@ -67,6 +67,26 @@ def test_each_start_goes_on_in_another_layout(uncut: Any, spawn: Any, tmp_path: 
 
 
 @pytest.mark.multi
+def test_experts_go_on_on_other_ranks(spawn: Any, tmp_path: Path) -> None:
+    """Six experts of 20 x 64: over two ranks a copy is divided by rows of a weight, not by experts."""
+    experts = {"family": "qwen3_moe", "experts": {"count": 6, "top_k": 2, "ffn": 20, "balance": "bias"}}
+
+    def routed(steps: int, micro: int, **layout: Any) -> Recipe:
+        value = recipe(steps, micro, **layout).model_dump(exclude_unset=True)
+        return Recipe.model_validate({**value, "model": {**value["model"], **experts}})
+
+    assert run_here(str(tmp_path / "uncut"), routed(6, 16)) == 0
+    chain = [(2, {"shard": "full", "expert": 2}), (4, {"shard": "full", "expert": 2}), (1, {})]
+    for steps, (world, layout) in zip((2, 4, 6), chain, strict=True):
+        value = routed(steps, 16 // world, **layout)
+        codes = (
+            spawn(run_here, world, str(tmp_path / "b"), value) if world > 1 else [run_here(str(tmp_path / "b"), value)]
+        )
+        assert codes == [0] * world
+    same(curve(tmp_path / "b"), curve(tmp_path / "uncut"))
+
+
+@pytest.mark.multi
 def test_tied_weights_go_on_from_a_pipeline(spawn: Any, tmp_path: Path) -> None:
     """The checkpoint holds the shared matrix once; a pipeline's last stage has it again after a restart."""
     assert run_here(str(tmp_path / "uncut"), recipe(9, 4, tied=True)) == 0

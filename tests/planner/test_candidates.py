@@ -37,6 +37,16 @@ def test_all_candidates_are_valid_and_keep_the_batch(name, recipe_of, cluster_of
         assert candidate.layout.devices == task.devices
 
 
+def test_experts_are_divided_inside_a_node_and_beyond(small, cluster_of):
+    experts = {"family": "qwen3_moe", "experts": {"count": 24, "top_k": 2, "ffn": 256}}
+    task = make_task(small(nodes=4, model=experts), cluster_of("snellius-h100"))
+    layouts = [c for c in enumerate_candidates(task) if not problems(task, c)]
+    assert len(layouts) == sum(1 for _ in enumerate_candidates(task))
+    assert {c.layout.expert for c in layouts} == {1, 2, 4, 8}, "16 does not divide 24 experts"
+    assert "expert 4" in next(c for c in layouts if c.layout.expert == 4).describe()
+    assert {c.layout.expert for c in enumerate_candidates(make_task(small(), cluster_of("snellius-h100")))} == {1}
+
+
 def test_uneven_pipelines_are_tried(small, cluster_of):
     task = make_task(small(nodes=8), cluster_of("snellius-h100"))
     assert {c.layout.pipeline for c in enumerate_candidates(task)} == {1, 2, 4, 8}, "8 does not divide the 12 layers"

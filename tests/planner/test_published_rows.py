@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 TOP = Path(__file__).parents[2]
+EXPERTS = {"experts": "8", "top_k": "2", "params_b": "", "arch": "mixtral"}
 # Changed cells, and what the reason of the refusal holds; the row is Llama 3 8B on 8 H100.
 REFUSED = {
-    "experts": ({"experts": "8", "top_k": "2"}, "experts 8"),
+    "experts of another size": ({"experts": "8", "top_k": "2"}, "params_b '8.03' contradicts the 47.5"),
+    "more than all experts": ({"experts": "8", "top_k": "9"}, "top_k 9"),
+    "experts that ep does not divide": ({**EXPERTS, "ep": "16"}, "ep 16 does not divide 8 experts"),
+    "expert degrees": ({**EXPERTS, "ep": "8", "etp": "2"}, "ep 8 x etp 2 does not divide 8 devices"),
+    "experts beside a state space": ({**EXPERTS, "arch": "hybrid-ssm-moe"}, "'hybrid-ssm-moe'"),
     "active parameters": ({"params_b": "46.7", "active_params_b": "12.9"}, "active_params_b 12.9 of 46.7"),
     "expert parallelism": ({"ep": "8"}, "ep 8"),
     "latent attention": ({"mla": "1"}, "mla"),
@@ -27,6 +32,8 @@ REFUSED = {
 # Time needs a known device; memory does not.
 WITHOUT_TIME = ({"gpu": "XPU-96GB"}, "XPU")
 NOTED = {
+    "dispatcher": ({**EXPERTS, "ep": "8"}, "dispatcher=alltoall"),
+    "size of an expert": (EXPERTS, "expert_ffn=14336"),
     "label": ({"params_b": "12"}, "params_b=8.03 (not '12')"),
     "a dense family": ({"arch": "mistral"}, "arch=llama (not 'mistral')"),
 }

@@ -38,6 +38,18 @@ BROKEN = [
     # RetNet of the hackathon
     ("retnet_300m_lumi", ["nodes=17"], "layout.batch-not-divisible", ("1,048,576", "136 replicas"),
      "835,584 or 1,114,112"),
+    # Hybrids
+    ("luciole_8b_jupiter", ["model.layers=53"], "config.invalid", ("52 letters", "53 layers"), "model.layers = 52"),
+    ("luciole_8b_jupiter", ["model.pattern=M-F..."], "config.invalid", ("M-F",), "M, *, -, E"),
+    ("luciole_8b_jupiter", ["model.pattern=ME..."], "config.invalid", ("E layers",), "model.experts.count"),
+    ("luciole_8b_jupiter", ["model.pattern=*-..."], "config.invalid", ("model.mamba",), "leave the table out"),
+    ("luciole_8b_jupiter", ["model.mamba.groups=7"], "config.invalid", ("7", "128"), "4 or 8"),
+    ("luciole_8b_jupiter", ["model.mamba.groups=2", "layout.tensor=4"], "layout.tensor-not-divisible",
+     ("4", "model.mamba.groups (2)"), "2"),
+    ("luciole_8b_jupiter", ["model.family=llama"], "config.invalid", ("'llama'",), "F, W, N"),
+    ("nemotron3_nano_jupiter", ["model.experts.dense_layers=1"], "config.invalid", ("1",), "leave it out"),
+    ("nemotron3_nano_jupiter", ["model.pattern=M*-M..."], "config.invalid", ("M*-M",), "write E"),
+    ("nemotron3_nano_jupiter", ["model.activation=xielu"], "config.invalid", ("xielu",), "relu2"),
 ]  # fmt: skip
 # recipe, its own layout, numbers of the reason, nearest valid choice: the planner shows others beside it
 REJECTED = [

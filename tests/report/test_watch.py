@@ -8,11 +8,13 @@ from tests.report.sample_run import BEGIN, STEP_SECONDS, make_run, metric
 from typer.testing import CliRunner
 
 from windlass.cli import build
+from windlass.figures import Chart, Heat
 from windlass.files import append_line
 from windlass.report.columns import Columns
+from windlass.report.sections import curves
 from windlass.report.tables import state
 from windlass.report.watch import Watch, band, facts, picture, spark
-from windlass.runs.events import GaveUp
+from windlass.runs.events import ExpertLoads, GaveUp
 from windlass.runs.folder import Run
 
 
@@ -66,6 +68,21 @@ def test_a_silent_run_is_noticed_and_narrow_windows_work(tmp_path):
     assert max(map(len, text.splitlines())) <= 50
     assert dict(facts(summary, watch.columns, summary.updated_at))["time left"] == "1 min 46 s"
     assert dict(facts(summary, watch.columns, summary.updated_at + 600))["time left"] == "silent"
+
+
+def test_a_mixture_of_experts_shows_its_routing(tmp_path):
+    run = Run(make_run(tmp_path / "going", finished=False, steps=20))
+    assert "experts" not in dict(facts(Watch(run).look(), Watch(run).columns, BEGIN))
+    append_line(run.metrics_file, {**metric(21, BEGIN + 100, None), "expert_imbalance": 1.375, "router_entropy": 2.0})
+    run.record(ExpertLoads(step=21, percent={"0": [150, 50], "1": [100, 100]}))
+    watch = Watch(run)
+    summary = watch.look()
+    shown = dict(facts(summary, watch.columns, BEGIN))
+    assert shown["experts"] == "fullest 1.38 x the mean" and "2 nats" in shown["router"]
+    assert "loads of experts" not in text_of(picture(summary, watch.columns, 80, BEGIN), 80)
+    items = curves(summary, watch.columns)
+    assert {"Most used expert", "Entropy of the routers"} <= {i.title for i in items if isinstance(i, Chart)}
+    assert [i.values for i in items if isinstance(i, Heat)] == [[[150, 50], [100, 100]]]
 
 
 def test_a_run_with_a_line_every_ten_minutes_is_not_silent_in_between(tmp_path):

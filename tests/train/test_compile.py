@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.helpers import build
+from tests.multi.conftest import spawn
+from tests.multi.test_layout_parity import Parity
+from tests.train.helpers import build, steps
+from torch._dynamo.utils import counters
 
 from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.train import loop
 
+SHAPES = {"nemotron_h": {"pattern": "M-", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}}
+
 
 def recipe(family: str = "llama", **train: Any) -> Recipe:
     return Recipe.model_validate({
-        "name": "c", "model": {"family": family, "layers": 2, "width": 32, "ffn": 48, "heads": 2, "vocab": 100},
+        "name": "c", "model": {"family": family, "layers": 2, "width": 32, "ffn": 48, "heads": 2, "vocab": 100, **SHAPES.get(family, {})},
         "data": {"seq_len": 16, "batch_tokens": 64}, "train": {"steps": 3, "precision": "fp32", **train}, "layout": {"micro_batch": 4},
         "energy": {"enabled": False}, "optim": {"name": "sgd", "lr": 0.1},
     })  # fmt: skip
@@ -62,12 +67,25 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
 
 
 @pytest.mark.parametrize(
-    ("family", "recompute"), [("llama", "none"), ("retnet", "none"), ("mixtral", "none"), ("mixtral", "full")]
+    ("family", "recompute"),
+    [("llama", "none"), ("retnet", "none"), ("mixtral", "none"), ("mixtral", "full"), ("nemotron_h", "none")],
 )
 def test_compiled_blocks_compute_the_same(front_end: None, family: str, recompute: str) -> None:
     eager, _ = three_steps(recipe(family))
     compiled, _ = three_steps(recipe(family, compile=True, recompute=recompute))
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-5, atol=1e-6)
+
+
+def test_every_kind_of_layer_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch allows 8 graphs of one function; kinds of layers times training and evaluation are more."""
+    import torch._dynamo.config as dynamo
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)
+    build(recipe("llama", compile=True))
+    assert dynamo.recompile_limit == 8
+    build(recipe("nemotron_h", compile=True))
+    assert dynamo.recompile_limit == 12
 
 
 def test_a_budget_keeps_less_and_computes_the_same(front_end: None) -> None:
@@ -83,3 +101,28 @@ def test_a_budget_needs_the_compiler() -> None:
     with pytest.raises(ConfigError) as caught:
         three_steps(recipe(recompute="budget"))
     assert caught.value.code == "train.budget-needs-compile"
+
+
+def compiled_exchange(recompute: str) -> tuple[list[tuple[float, float]], list[int]]:
+    """Steps of two ranks that exchange rows in compiled layers, and the number of graphs after each."""
+    torch._dynamo.reset()
+    layout = {"shard": "full", "expert": 2, "train": {"recompute": recompute, "compile": True}}
+    training = build(Parity(2, 4, layout, family="qwen3_moe", layers=2).recipe())
+    values, graphs = [], []
+    for _ in range(4):
+        values += steps(training, 1)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return values, graphs
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize(("recompute", "least"), [("none", 6), ("full", 6), ("selective", 1)])
+def test_an_exchange_cuts_a_compiled_layer_and_any_number_of_rows_passes(
+    front_end: None, recompute: str, least: int
+) -> None:
+    """Under selective recomputation only the layer without experts is compiled."""
+    expected = Parity(1, 16, {"steps": 4}, family="qwen3_moe", layers=2).train()
+    for values, graphs in spawn(compiled_exchange, 2, recompute):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+        assert graphs[0] >= least and graphs[-1] == graphs[0], "compiled again for other numbers of rows"

@@ -97,6 +97,16 @@ def test_torchao_where_torch_has_no_product(device: Any, monkeypatch: pytest.Mon
     assert choose_backend("auto", CUDA)[0] == "torchao"
 
 
+def test_routed_experts_stay_in_bf16_and_the_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "choose_backend", lambda setting, device: ("torch", "the test"))
+    experts: Any = {"count": 4, "top_k": 2, "ffn": 16, "shared": 1}
+    config = ModelConfig(layers=2, width=32, ffn=48, heads=2, vocab=100, experts=experts)
+    model = build_model(config, seq_len=8)
+    note = apply_float8(model, torch.device("cpu"), TrainConfig(precision="fp8"))
+    # Attention's four and the shared expert's three, in each layer.
+    assert "14 products" in note and "experts of 2 layers stay in bf16" in note
+
+
 @pytest.mark.parametrize("backend", ["torch", "torchao"])
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_a_model_computes_about_the_same(monkeypatch: pytest.MonkeyPatch, backend: str, scaling: Any) -> None:

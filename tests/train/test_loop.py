@@ -18,6 +18,7 @@ from tests.train.helpers import build, new_run, run_here, steps
 from windlass.config import Recipe
 from windlass.convert.source import load_model
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, DataError
+from windlass.runs.events import ExpertLoads
 from windlass.runs.folder import Run
 from windlass.runs.metrics import METRICS
 from windlass.train import loop, metrics
@@ -102,6 +103,12 @@ def test_a_router_is_measured_and_its_bias_belongs_to_the_checkpoint(tmp_path: P
     lines = list(uncut.metrics_lines())
     assert all(1.0 <= line.expert_imbalance <= 4.0 and line.dropped_tokens == 0 for line in lines)
     assert lines[0].router_entropy == pytest.approx(math.log(4), rel=1e-2)
+    sampled = list(uncut.events(ExpertLoads))
+    assert [event.step for event in sampled] == [line.step for line in lines], "fewer steps than samples"
+    assert [max(map(max, event.rows().values())) for event in sampled] == [
+        pytest.approx(100 * line.expert_imbalance, abs=0.5) for line in lines
+    ]
+    assert all(list(e.rows()) == ["0", "1"] and sum(e.rows()["1"]) == pytest.approx(400, abs=2) for e in sampled)
     assert lines[0].router_loss == pytest.approx(2 * 1e-3 * math.log(4) ** 2, rel=0.1)  # of two layers
     train(tmp_path / "cut", value, StopAfter(4))
     _, run = train(tmp_path / "cut", value)

@@ -12,6 +12,7 @@ from windlass.blocks.attention.kernels import attention_core
 from windlass.config import OptimConfig, Recipe, TrainConfig
 from windlass.errors import ConfigError
 from windlass.layout.resolve import complete_layout, job_size
+from windlass.train import step as training_step
 from windlass.train.batches import BatchPlan, batch_plan
 from windlass.train.guard import LOSS_SPIKE, NONFINITE, NORM_SPIKE, OK, Guard
 from windlass.train.progress import utilization_advice
@@ -105,3 +106,11 @@ def test_flash3_needs_its_package() -> None:
     with pytest.raises(ConfigError) as caught:
         attention_core("flash3")
     assert caught.value.code == "train.flash3-missing"
+
+
+def test_large_and_small_gradients_have_the_same_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [torch.randn(size).bfloat16() for size in (5, 4000, 30)]
+    expected = torch.stack([gradient.float().norm() for gradient in gradients]).square().sum()
+    for limit in (1, 1000, 10**6):  # all large, one, none
+        monkeypatch.setattr(training_step, "LARGE", limit)
+        torch.testing.assert_close(training_step.norms(gradients).square().sum(), expected, rtol=1e-5, atol=0.0)

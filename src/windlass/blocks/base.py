@@ -1,12 +1,13 @@
 """The torch side of a block: what the decoder, the engine and text generation call."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from windlass.blocks.initial_values import Filler, residual_filler
+from windlass.blocks.initial_values import Filler, fill_constant, residual_filler
 
 Table = tuple[Tensor, ...]
 
@@ -14,7 +15,8 @@ Table = tuple[Tensor, ...]
 class BlockContext(NamedTuple):
     """What the decoder computes once per step and hands to every block."""
 
-    # Constants of positions (rotary angles, decays) by the block's `table_key`.
+    # Constants of positions (rotary angles, decays) by the block's `table_key`; where positions begin again at each
+    # document (batch, 1, positions, numbers).
     tables: dict[str, Table]
     # Document number of each position (batch, positions), of all context ranks; None: one document.
     documents: Tensor | None = None
@@ -33,9 +35,13 @@ class Block(nn.Module):
     # Attention kernel, which the engine and `parallel.py` may replace; None: the block has none.
     core: Callable[..., Tensor] | None = None
     window: int | None = None  # keys that attention reaches, 0 for all of them; None: the block has no attention
+    needs_mask = False  # its attention does more than a plain causal kernel can
+    measures_logits = False  # attention by `wq` and `wk`, whose largest logits `max_logits` can hold
     # Factor of the gradient of the block's auxiliary loss, a sum over tokens; the training step sets it.
     auxiliary_scale = 0.0
     fused = False  # products of the same input run as one (`StepSpec.fused_projections`)
+    # The backward pass computes the block's inside again although the layer is kept; off where the layer is not kept.
+    repeats = False
     prefill_chunk: int | None = None  # tokens of a prompt that are decoded at once; None: all of them
     last_weight: str | None = None  # the parameter that ends the branch, which begins smaller; None: it has none
 
@@ -45,6 +51,8 @@ class Block(nn.Module):
 
     def filler(self, name: str, std: float, num_layers: int) -> Filler:
         """Initial values of the parameter `name` of this block."""
+        if name.endswith("bias"):
+            return partial(fill_constant, value=0.0)
         return residual_filler(name == self.last_weight, std, num_layers)
 
     def clear_counts(self) -> None:

@@ -28,10 +28,12 @@ class Meshes:
 
     tensor: DeviceMesh | None = None
     context: DeviceMesh | None = None
+    # Axes "ep" and, with tensor parallelism, "tp": those over which the weights of experts lie.
+    expert: DeviceMesh | None = None
 
 
 def by_rows(weight: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """Each rank holds some rows of the vocabulary."""
+    """Each rank holds some rows: of the vocabulary, or the numbers of some heads."""
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
 
 
@@ -52,8 +54,11 @@ def own_part(parameter: Tensor) -> Tensor:
 
 
 def own_copy(parameter: Tensor) -> Tensor:
-    """Every rank has the full parameter and its own part of the gradient."""
-    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
+    """Every rank has the full parameter, or that of its experts, and its own part of the gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
 
 
 def place_parameters(module: LocalParameters, mesh: DeviceMesh, *, divided: bool) -> None:

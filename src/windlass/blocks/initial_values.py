@@ -48,15 +48,15 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
 def local_bounds(like: Tensor) -> list[tuple[int, int]]:
     """Where this rank's part of a tensor lies in the full one: first index and length of each dimension.
 
-    Tensor parallelism divides first and data parallelism divides its parts, although the mesh lists data axes first:
-    that is what FSDP2's strided placement means.
+    Tensor and expert parallelism divide first and data parallelism divides their parts, although the mesh lists data
+    axes first: that is what FSDP2's strided placement means.
     """
     bounds = [(0, size) for size in like.shape]
     if not isinstance(like, DTensor):
         return bounds
     mesh = like.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] != "tp"):
+    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] not in ("tp", "ep")):
         placement: Any = like.placements[axis]
         if "Shard" in type(placement).__name__:  # also the strided one, which is not always a subclass of Shard
             start, length = bounds[placement.dim]

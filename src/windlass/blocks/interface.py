@@ -54,6 +54,10 @@ class BlockSpec(Protocol):
         """Parameters that multiply each token."""
         return sum(self.params().values())
 
+    def expert_params(self) -> int:
+        """Parameters that expert parallelism divides."""
+        return 0
+
     def products(self) -> tuple[Product, ...]:
         """Matrix products in execution order."""
 
@@ -88,6 +92,10 @@ class BlockSpec(Protocol):
         """Bytes of this rank's positions that the other context ranks need; None: not known, so the planner does not
         rank it."""
         return None
+
+    def exchanged_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Bytes of a token's rows that expert parallelism sends to the ranks of its experts."""
+        return 0.0
 
     def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
         """Sizes (recipe key, value) that a degree must divide; None: the block does not support the axis."""

@@ -36,17 +36,21 @@ class Adapter(nn.Module):
 
 
 class Linear(nn.Linear):
-    """Without bias. `product` computes x W^T; FP8 replaces it."""
+    """`product` computes x W^T; FP8 replaces it."""
 
     __call__: Callable[..., Tensor]
     product: MatrixProduct | None = None
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight) if self.product is None else self.product(x, self.weight)
+        if self.product is None:
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = self.product(x, self.weight)
+            out = out if self.bias is None else out + self.bias
         return out if self.adapter is None else out + self.adapter(x)
 
 
@@ -59,4 +63,6 @@ def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, .
         return tuple(layer(x) for layer in layers)
     product: MatrixProduct = layers[0].product or F.linear
     out = product(x, torch.cat([layer.weight for layer in layers]))
+    if layers[0].bias is not None:
+        out = out + torch.cat([layer.bias for layer in layers])
     return tuple(out.split([layer.weight.shape[0] for layer in layers], dim=-1))

@@ -21,6 +21,7 @@ from typing import Any
 from windlass.errors import CheckpointError
 from windlass.files import json_safe, read_json, write_json
 from windlass.processes import usable_cores
+from windlass.runs.events import known_float
 from windlass.runs.folder import Run
 
 FORMAT = 1  # raised when today's reader could not read a checkpoint
@@ -69,8 +70,9 @@ class SavedCheckpoint:
     @property
     def save_seconds(self) -> float | None:
         """Copying and writing together, as measured; None: unknown."""
-        write_seconds = self.manifest.get("write_seconds")
-        return None if write_seconds is None else float(write_seconds) + float(self.manifest.get("stall_seconds") or 0)
+        write_seconds = known_float(self.manifest.get("write_seconds"))
+        stall_seconds = known_float(self.manifest.get("stall_seconds"))
+        return None if write_seconds is None else write_seconds + (stall_seconds or 0.0)
 
 
 def temporary(run: Run, step: int) -> Path:

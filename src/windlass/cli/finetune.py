@@ -45,6 +45,7 @@ def finetune(
     from windlass.cli.train import train_start
     from windlass.clusters.scheduler import place
     from windlass.config import Loaded
+    from windlass.config.toml_text import to_toml
     from windlass.convert.config_json import is_hf_folder
     from windlass.errors import EXIT_DONE
     from windlass.evaluate.finetune import TuneOptions, mean_scores, seed_result, tune_recipe
@@ -67,9 +68,10 @@ def finetune(
         recipe = tune_recipe(run, train, test, options, seed=seed, devices=processes, step=step)
         seed_run = Run(folder / recipe.name)
         if not any(seed_run.events(Finished)):
+            text = to_toml(recipe.model_dump(mode="json", exclude_defaults=True), "Written by `windlass finetune`.")
 
             def create(per_node: int, nodes: int) -> str:
-                loaded = Loaded(recipe, recipe.model_dump_json(indent=2), None, {})  # noqa: B023 - called at once
+                loaded = Loaded(recipe, text, None, {})  # noqa: B023 - called at once
                 cluster = local_cluster(recipe, per_node)  # noqa: B023
                 return create_planned_run(seed_run.path, loaded, cluster, nodes)[1]  # noqa: B023
 

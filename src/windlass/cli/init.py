@@ -267,7 +267,7 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
         ("store", result["store"] or "none yet: training would read synthetic tokens", missing_store),
     ]
     data_file = result["data_file"] and f"wrote {result['data_file']}: add licence and origin of the texts there"
-    shown = ("shard", "micro_batch", "tensor", "pipeline")
+    shown = ("shard", "micro_batch", "tensor", "pipeline", "expert")
     layout = ", ".join(f"{k}={v}" for k, v in plan["layout"].items() if k in shown and v != 1)
     return [
         table(f"wrote {result['recipe']}", ("", "value", "reason"), rows),

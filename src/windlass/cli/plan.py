@@ -121,9 +121,10 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
     params = task.model.params
     active = "" if task.recipe.model.experts is None else f" ({params.active / 1e9:.3g}B active)"
+    smallest = f"{min(task.size.smaller) * task.seq_len:,} to " if task.size.smaller else ""
     title = (
         f"{task.recipe.name}: {params.total / 1e9:.3g}B parameters{active}, {print_tokens(best.tokens)} tokens, "
-        f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
+        f"batch {smallest}{best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
     is_narrow = console().width < NARROW_COLUMNS  # the layout column would be cut
     shown, narrow_note = 7 if is_narrow else 9, None

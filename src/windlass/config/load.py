@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import GATED, LAYER_KINDS, REPEATED, ExpertsConfig, ModelConfig
+from windlass.config.model import HYBRID_KINDS, LAYER_KINDS, REPEATED, ExpertsConfig, LatentConfig, ModelConfig
 from windlass.config.ramp import ramp_problems
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
@@ -261,7 +261,7 @@ def _problem(model: type[BaseModel], item: Any) -> str:
     dotted, value = ".".join(loc), item.get("input")
     if item["type"] == "extra_forbidden":
         keys = _keys_at(model, loc[:-1])
-        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.5)
+        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.51)
         advice = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(sorted(keys))}"
         return f"{dotted}: unknown key; {advice}"
     if item["type"] == "missing":
@@ -313,6 +313,8 @@ def check(recipe: Recipe) -> None:
         problems.append(f"train.goldfish_h ({train.goldfish_h:,}) is not below data.seq_len; at most {most:,}")
     if train.goldfish_k and train.objective != "next_token":
         problems.append(f"train.goldfish_k: only with train.objective = next_token, not {train.objective}")
+    if data.reset_positions and not data.mask_documents:
+        problems.append("data.reset_positions: needs data.mask_documents = true, or leave it out")
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
@@ -320,12 +322,25 @@ def check(recipe: Recipe) -> None:
 
 def pattern_problems(model: ModelConfig) -> Iterator[str]:
     """What is wrong with the kinds of layers and their positions."""
-    letters = (model.pattern or "F").removesuffix(REPEATED)
-    if not letters or set(letters) - set(LAYER_KINDS):
-        yield f"model.pattern ({shorten(repr(model.pattern))}): letters are {', '.join(LAYER_KINDS)}, at least one of them"
+    kinds = HYBRID_KINDS if model.family == "nemotron_h" else LAYER_KINDS
+    letters = (model.pattern or LAYER_KINDS[0]).removesuffix(REPEATED)
+    if not letters or set(letters) - set(kinds):
+        rule = f"letters of family {model.family!r} are {', '.join(kinds)}, at least one of them"
+        yield f"model.pattern ({shorten(repr(model.pattern))}): {rule}"
     elif model.pattern == letters and len(letters) != model.layers:
         rule = f"{len(letters)} letters for {model.layers} layers"
-        yield f"model.pattern ({letters}): {rule}; write {letters}{REPEATED} to repeat them"
+        advice = f"set model.layers = {len(letters)}, or write {letters}{REPEATED} to repeat them"
+        yield f"model.pattern ({letters}): {rule}; {advice}"
+    for letter, table, key in (("M", model.mamba, "heads"), ("E", model.experts, "count")):
+        name = {"M": "mamba", "E": "experts"}[letter]
+        if letter in letters and table is None:
+            yield f"model.{name}: needed by the {letter} layers of model.pattern (at least model.{name}.{key})"
+    if model.mamba is not None and "M" not in letters:
+        yield f"model.mamba: model.pattern ({letters}) has no M layer that would use it; write M, or leave the table out"
+    if model.mamba is not None and model.mamba.heads % model.mamba.groups:
+        valid = nearest(model.mamba.groups, divisors(model.mamba.heads))
+        rule = f"does not divide model.mamba.heads ({model.mamba.heads}); nearest valid: {valid}"
+        yield f"model.mamba.groups ({model.mamba.groups}) {rule}"
     if "W" in letters and model.window is None:
         yield "model.window: needed by the W layers of model.pattern (positions that a query sees)"
     scaling = model.rope_scaling
@@ -343,8 +358,8 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     count, top_k, groups = experts.count, experts.top_k, experts.groups
     if model.family == "retnet":
         yield "model.experts: family 'retnet' has a plain feed-forward block; leave the table out"
-    if model.activation not in GATED:
-        yield f"model.activation ({model.activation}): experts have a gate; use {' or '.join(GATED)}"
+    if model.activation == "xielu":
+        yield "model.activation (xielu): it has parameters, which experts do not; use swiglu, geglu, gelu or relu2"
     if top_k > count:
         yield f"model.experts.top_k ({top_k}) is above model.experts.count ({count}); at most {count}"
     if count % groups:
@@ -356,11 +371,40 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
         needed = -(-top_k * groups // count)
         rule = f"{kept} groups of {count // groups} hold {reach} experts, fewer than model.experts.top_k ({top_k})"
         yield f"model.experts.groups_kept ({kept}): {rule}; at least {needed}"
+    letters = (model.pattern or LAYER_KINDS[0]).removesuffix(REPEATED)
+    if experts.dense_layers and "E" in letters:
+        rule = "model.pattern says which layers have experts (E) and which are dense (-)"
+        yield f"model.experts.dense_layers ({experts.dense_layers}): {rule}; leave it out"
+    if set(letters) <= set("M*-"):
+        yield f"model.experts: model.pattern ({letters}) has no layer that would use them; write E, or leave the table out"
     if model.layers and experts.dense_layers >= model.layers:
         rule = f"leaves none of model.layers ({model.layers}) with experts"
         yield f"model.experts.dense_layers ({experts.dense_layers}) {rule}; at most {model.layers - 1}"
+    if experts.bias_step and not experts.bias_strength:
+        yield f'model.experts.bias_step: balance = "{experts.balance}" moves no bias; use "bias" or "both", or leave it out'
     if experts.shared_ffn and not experts.shared:
         yield "model.experts.shared_ffn: there is no shared expert; set model.experts.shared = 1, or leave it out"
+
+
+def latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[str]:
+    """Keys that latent attention does not have."""
+    if model.family == "retnet":
+        yield "model.latent: family 'retnet' has retention; leave the table out"
+    if latent.rope_dim % 2:
+        yield f"model.latent.rope_dim ({latent.rope_dim}): turned in pairs, so it is even; nearest: {latent.rope_dim + 1}"
+    if set((model.pattern or "F").removesuffix(REPEATED)) != {"F"}:
+        yield f"model.pattern ({shorten(repr(model.pattern))}): latent attention has full layers only; leave it out"
+    standards = {
+        "kv_heads": (None, model.heads),
+        "head_dim": (None,),
+        "qk_norm": ("none",),
+        "attention_bias": ("none",),
+        "attention_sinks": (False,),
+        "rope_fraction": (1.0,),
+    }
+    for key, accepted in standards.items():
+        if (value := getattr(model, key)) not in accepted:
+            yield f"model.{key} ({value}): latent attention has none of it; leave it out"
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
@@ -378,12 +422,14 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads}); nearest valid: {valid}"
     if not heads or not width:
         return
-    if model.head_dim is None and width % heads:
+    if model.latent is not None:
+        yield from latent_problems(model, model.latent)
+    elif model.head_dim is None and width % heads:
         valid = nearest(heads, divisors(width))
         yield f"model.heads ({heads}) does not divide model.width ({width}); nearest valid: {valid}"
     size = model.head_dim or width // heads
     turned = int(size * model.rope_fraction)
-    if turned % 2 or not turned:
+    if model.latent is None and (turned % 2 or not turned):
         rule = "rotary positions turn numbers in pairs, so they need an even and positive count"
         yield f"model.heads ({heads}) of width {size} each, of which {turned} are turned: {rule}"
     yield from pattern_problems(model)

@@ -39,6 +39,10 @@ class RopeScalingConfig(Table):
     """yarn: the two limits are rounded to pairs."""
     attention_factor: PositiveFloat | None = None
     """yarn: factor of cosines and sines (default: 0.1 ln(factor) + 1)."""
+    mscale: PositiveFloat | None = None
+    """yarn: with mscale_all_dim, the default of attention_factor is the quotient of 0.1 m ln(factor) + 1 for the two."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn: latent attention also multiplies its scores by the square of 0.1 mscale_all_dim ln(factor) + 1."""
 
 
 class ExpertsConfig(Table):
@@ -67,24 +71,72 @@ class ExpertsConfig(Table):
     by their two best."""
     scale: PositiveFloat = 1.0
     """Factor of the experts' weights."""
-    balance: Literal["loss", "bias", "none"] = "loss"
+    bias: bool = False
+    """The router and all products of the experts add a bias."""
+    balance: Literal["loss", "bias", "both", "none"] = "loss"
     """What keeps the experts equally used: a loss per sequence; a bias of the choice (not of the weights), moved after
-    each step by the loads of the whole batch; or nothing."""
+    each step by the loads of the whole batch; both; or nothing."""
     balance_weight: PositiveFloat | None = None
-    """Factor of the balance loss, which is 1 in a layer of equally used experts (default: 0.01), or the step of the
-    bias (default: 0.001)."""
+    """Factor of the balance loss, which is 1 in a layer of equally used experts (default: 0.01); with balance = "bias"
+    the step of the bias."""
+    bias_step: PositiveFloat | None = None
+    """Step of the balancing bias (default: 0.001)."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log-sum of the router's logits."""
 
     @property
-    def balance_strength(self) -> float:
-        """`balance_weight` with its default; 0 without balance."""
-        return {"loss": self.balance_weight or 0.01, "bias": self.balance_weight or 0.001}.get(self.balance, 0.0)
+    def loss_strength(self) -> float:
+        """Factor of the balance loss; 0 without one."""
+        return self.balance_weight or 0.01 if self.balance in ("loss", "both") else 0.0
+
+    @property
+    def bias_strength(self) -> float:
+        """Step of the balancing bias; 0 without one."""
+        if self.balance not in ("bias", "both"):
+            return 0.0
+        return self.bias_step or (self.balance_weight if self.balance == "bias" else None) or 0.001
+
+
+class LatentConfig(Table):
+    """`[model.latent]`: multi-head latent attention. Keys and values of all heads are made from one narrow vector."""
+
+    kv_rank: PositiveInt
+    """Width of the vector that keys and values are made from."""
+    q_rank: NonNegativeInt = 0
+    """Width of the vector that queries are made from; 0: they are made from the residual stream."""
+    nope_dim: PositiveInt
+    """Numbers of each head's queries and keys without a position."""
+    rope_dim: PositiveInt
+    """Numbers of each head's queries and keys with rotary positions; the heads share those of the keys."""
+    value_dim: PositiveInt
+    """Width of each head's values."""
+
+
+class MambaConfig(Table):
+    """`[model.mamba]`: the Mamba-2 mixer of the M layers."""
+
+    heads: PositiveInt
+    """Number of heads, each with a state of its own."""
+    head_dim: PositiveInt = 64
+    """Width of one head."""
+    state: PositiveInt = 128
+    """Numbers that a head keeps for each of its values (ssm_state_size)."""
+    groups: PositiveInt = 8
+    """Groups of heads that write and read their states alike (n_groups)."""
+    conv: Annotated[int, Field(ge=2)] = 4
+    """Positions that the convolution sees, its own included (conv_kernel)."""
+    chunk: PositiveInt = 128
+    """Positions that are computed as one square; the result does not depend on it."""
+    dt_min: PositiveFloat = 0.001
+    """Smallest time step, and the lower end of those that training begins with (time_step_min)."""
+    dt_max: PositiveFloat = 0.1
+    """Upper end of the time steps that training begins with (time_step_max)."""
 
 
 REPEATED = "..."  # at the end of `model.pattern`
 LAYER_KINDS = "FWN"
-GATED = ("swiglu", "geglu")  # activations with a gate
+GATED = ("swiglu", "geglu", "clamped_swiglu")  # activations with a gate
+HYBRID_KINDS = "M*-E"  # of family nemotron_h: layers of one block
 
 
 class ModelConfig(Table):
@@ -113,17 +165,31 @@ class ModelConfig(Table):
     """True vocabulary size; the embedding is padded up to a multiple of 128."""
     tied: bool = False
     """Input embedding and output head share their weights."""
-    activation: Literal["swiglu", "geglu", "gelu", "relu2", "xielu"] = "swiglu"
-    """Activation of the feed-forward block; swiglu and geglu have a gate."""
+    activation: Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2", "xielu"] = "swiglu"
+    """Activation of the feed-forward block; swiglu, geglu and clamped_swiglu have a gate."""
+    clamp_alpha: PositiveFloat = 1.702
+    """clamped_swiglu: gate * sigmoid(clamp_alpha * gate) * (up + 1)."""
+    clamp_limit: PositiveFloat = 7.0
+    """clamped_swiglu: the gate is limited from above, up from both sides."""
     experts: ExpertsConfig | None = None
-    """Mixture of experts instead of the feed-forward block."""
+    """Mixture of experts instead of the feed-forward block (in a pattern with E: in the E layers)."""
+    mamba: MambaConfig | None = None
+    """Mamba-2 mixer of the M layers."""
     pattern: str | None = None
     """Kind of each layer, one letter each: F full attention, W attention in a window, N full attention without rotary
-    positions. `...` at the end repeats the letters before it (default: F everywhere)."""
+    positions, each followed by a feed-forward block (default: F everywhere). Family nemotron_h has layers of one block:
+    M Mamba-2, * attention without rotary positions, - feed-forward, E experts. `...` at the end repeats the letters
+    before it."""
     window: PositiveInt | None = None
     """Positions that a query of a W layer sees, its own included."""
     qk_norm: Literal["none", "head", "width"] = "none"
     """RMSNorm of queries and keys, over each head or over all heads together."""
+    latent: LatentConfig | None = None
+    """Latent attention instead of grouped heads."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Biases of queries, keys and values, or also of the attention's output."""
+    attention_sinks: bool = False
+    """Each head has a trained score that takes a share of the attention and adds nothing."""
     attention_softcap: PositiveFloat | None = None
     """Attention scores pass through softcap * tanh(score / softcap)."""
     attention_scale: PositiveFloat | None = None
@@ -136,6 +202,8 @@ class ModelConfig(Table):
     """Share of each head that is turned."""
     rope_scaling: RopeScalingConfig | None = None
     """Scaling of the rotary positions in F layers; W layers keep theirs."""
+    rope_scaling_windows: bool = False
+    """W layers have the scaled rotary positions too."""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with a bias."""
     norm_place: Literal["pre", "post", "both"] = "pre"
@@ -144,6 +212,8 @@ class ModelConfig(Table):
     """Norms multiply by one plus their weight."""
     embedding_scale: PositiveFloat | Literal["sqrt_width"] = 1.0
     """Factor of the token vectors."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the logits."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside the norms."""
     init_std: PositiveFloat = 0.02
@@ -179,9 +249,12 @@ class ModelConfig(Table):
         family = values.get("family") if isinstance(values, dict) else None
         if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
-        defaults = PRESETS.load(family).defaults
-        if isinstance(values.get("experts"), dict) and "experts" in defaults:
-            values = {**values, "experts": {**defaults["experts"], **values["experts"]}}
+        preset = PRESETS.load(family)
+        defaults = preset.defaults
+        for table in ("experts", "latent", "mamba"):
+            if isinstance(values.get(table), dict):
+                keys = {**defaults.get(table, {}), **preset.table_defaults.get(table, {})}
+                values = {**values, table: {**keys, **values[table]}}
         return {**defaults, **values}
 
     @model_validator(mode="wrap")

@@ -1,5 +1,6 @@
 """The steps of a run: one batch size, or one for each stretch of tokens (`data.batch_ramp`)."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ def ramp_problems(data: DataConfig) -> list[str]:
     if data.batch_ramp and data.batch_tokens is None:
         problems.append("data.batch_ramp: needs data.batch_tokens, the batch from which it starts")
     starts = [0, *(start for start, _ in data.batch_ramp)]
-    for before, start in zip(starts, starts[1:], strict=False):
+    for before, start in itertools.pairwise(starts):
         if start <= before:
             problems.append(f"data.batch_ramp: position {start:,} is not above the one before it ({before:,})")
     return problems

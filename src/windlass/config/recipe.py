@@ -46,6 +46,8 @@ class DataConfig(Table):
     stays, so that nothing is compiled again; accumulation grows."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
+    reset_positions: bool = False
+    """Rotary positions begin again at each document. Needs mask_documents."""
     pack: Literal["stream", "documents"] = "stream"
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
     document. documents: sequences are filled with complete documents, attention stays inside each."""
@@ -99,6 +101,9 @@ class OptimConfig(Table):
     """Applied to matrices, not to norms, biases or embeddings."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    qk_clip: NonNegativeFloat = 0.0
+    """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi K2
+    used 100); 0: off. The largest is that of 16 queries of each sequence."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
 
@@ -123,6 +128,9 @@ class TrainConfig(Table):
     """recompute = "budget": share of activation memory to keep."""
     compile: bool | None = None
     """torch.compile per block; default: on for GPUs, off on a CPU."""
+    capture: bool = False
+    """Replay the passes and the update of a step as CUDA graphs: for models so small that the host cannot launch kernels
+    fast enough. One process, without document masks."""
     fuse: bool | None = None
     """Compute queries, keys and values in one product, and gate and up in one; default: only in FP8, where it pays."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
@@ -141,6 +149,9 @@ class TrainConfig(Table):
     """Goldfish loss: tokens before a token that decide whether it is left out."""
     log_every: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
+    instruments: NonNegativeInt = 0
+    """Steps between looks at every layer: norms of gradient, weights and update, scale of its output, largest attention
+    logit; 0: off."""
     eval_every: NonNegativeInt = 0
     """Steps between validation passes; 0: only at the end, if there is a validation split."""
     eval_tokens: Tokens = 262_144
@@ -180,6 +191,9 @@ class LayoutConfig(Table):
     """interleaved: model chunks per pipeline rank."""
     context: PositiveInt = 1
     """Context-parallel degree for long sequences."""
+    expert: PositiveInt = 1
+    """Expert-parallel degree: so many of the data- and context-parallel devices share the experts of a copy. It adds no
+    devices."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer states (or parameters too) in host memory."""
     sync: Literal["auto", "every", "last"] = "auto"

@@ -60,7 +60,8 @@ def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
         raise ConfigError(
             "convert.weights-quantized",
             f"the weights in {folder} are quantized ({method}) and can neither be trained nor read exactly",
-            hint="use the bf16 or fp16 checkpoint instead",
+            hint="use the bf16 or fp16 checkpoint instead"
+            + (", or let transformers write one: Mxfp4Config(dequantize=True)" if method == "mxfp4" else ""),
         )
     format, _ = match_format(config)
     if missing := format.missing_keys(config):

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
-from windlass.checkpoint.names import TRANSFORMS
+from windlass.checkpoint.names import TRANSFORMS, join_parts
 from windlass.config import ModelConfig
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
-from windlass.convert.weights import StoredWeights, exported_names, open_weights
+from windlass.convert.weights import Origin, StoredWeights, exported_names, open_weights
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
 from windlass.registry import PRESETS
@@ -125,17 +125,17 @@ def write_weights(
     model: ModelConfig, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: ProgressCallback
 ) -> tuple[dict[str, int], int]:
     """Write shards of at most `shard_bytes`, one in memory at a time: file -> bytes, and the number of tensors."""
-    transforms, torch_dtype = format_of(model).transforms, DTYPES[dtype]
+    format, torch_dtype = format_of(model), DTYPES[dtype]
     names = exported_names(model, weights)
-    shards: list[dict[str, tuple[str, int | None]]] = [{}]
+    shards: list[dict[str, Origin]] = [{}]
     shard_size = 0
-    for hf_name, (own_name, expert) in names.items():
-        shape = weights.shape(own_name)
-        tensor_bytes = math.prod(shape if expert is None else shape[1:]) * torch_dtype.itemsize
+    for hf_name, (own_names, expert) in names.items():
+        shapes = [weights.shape(name) if expert is None else weights.shape(name)[1:] for name in own_names]
+        tensor_bytes = sum(math.prod(shape) for shape in shapes) * torch_dtype.itemsize
         if shards[-1] and shard_size + tensor_bytes > shard_bytes:
             shards.append({})
             shard_size = 0
-        shards[-1][hf_name] = (own_name, expert)
+        shards[-1][hf_name] = (own_names, expert)
         shard_size += tensor_bytes
     sizes: dict[str, int] = {}
     file_of: dict[str, str] = {}
@@ -146,11 +146,14 @@ def write_weights(
             tensors |= constant_tensors(model, torch_dtype)
             file_of |= dict.fromkeys(tensors, name)
         stacked = ("", torch.empty(0))  # read once for all its experts
-        for hf_name, (own_name, expert) in shard.items():
-            stacked = stacked if expert is not None and stacked[0] == own_name else (own_name, weights[own_name])
-            tensor = stacked[1] if expert is None else stacked[1][expert]
-            if own_name in transforms:
-                tensor = TRANSFORMS[transforms[own_name]][1](tensor, model.vocab or len(tensor))
+        for hf_name, (own_names, expert) in shard.items():
+            parts = []
+            for own_name in own_names:
+                stacked = stacked if expert is not None and stacked[0] == own_name else (own_name, weights[own_name])
+                tensor = stacked[1] if expert is None else stacked[1][expert]
+                kind = format.transform(own_name)
+                parts.append(TRANSFORMS[kind][1](tensor, model.vocab or len(tensor)) if kind else tensor)
+            tensor = join_parts(parts, format.joined)
             tensors[hf_name] = tensor.to(torch_dtype).clone(memory_format=torch.contiguous_format)
             file_of[hf_name] = name
             progress(len(file_of), len(names))

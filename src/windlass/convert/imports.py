@@ -4,7 +4,6 @@ With another tokenizer the vocabulary changes; see `vocabulary.py`.
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from windlass.checkpoint import names
 from windlass.checkpoint.save import Saver
-from windlass.config import Loaded, Recipe, SaveConfig
-from windlass.config.load import flatten
+from windlass.config import Loaded, ModelConfig, Recipe, SaveConfig
+from windlass.config.load import apply_override, flatten
+from windlass.config.toml_text import to_toml
 from windlass.convert.config_json import (
     format_of,
     is_hf_folder,
@@ -35,6 +35,7 @@ from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json
 from windlass.models.build import build_model
+from windlass.models.hf_format import unmet
 from windlass.runs.events import WeightsImported
 from windlass.runs.folder import Run, create_run
 
@@ -145,7 +146,9 @@ def import_notes(folder: Path, recipe: Recipe, formats: set[torch.dtype]) -> lis
     config = read_json(folder / "config.json") or {}
     reasons, positions, length = "; ".join(match_format(config)[1]), max_positions(config) or 0, recipe.data.seq_len
     listed = " and ".join(sorted(str(torch_dtype).removeprefix("torch.") for torch_dtype in formats))
+    left_out = "; ".join(unmet(format_of(recipe.model).left_out, config))
     notes = (
+        (bool(left_out), left_out),
         (bool(reasons), f"family hf: {reasons}. It trains sharded, without tensor or pipeline parallelism."),
         (len(formats) > 1, f"weights of {listed} become fp32, which holds both exactly"),
         (
@@ -193,12 +196,13 @@ def write_run(
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The recipe's TOML: what differs from the defaults. JSON values are valid TOML values."""
-    lines, tables = ["# Written by `windlass import`."], []
-    for key, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True).items():
-        if isinstance(value, dict):
-            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value)]
-            tables.append("\n".join([f"[{key}]", *pairs]))
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join([*lines, *tables]) + "\n"
+    """The recipe's TOML: what differs from the defaults, of the model from those of its family."""
+    standard = ModelConfig(family=recipe.model.family)
+    if recipe.model.rope_scaling != standard.rope_scaling:  # replaces that of the family, key by key
+        standard = standard.model_copy(update={"rope_scaling": None})
+    usual, raw = dict(flatten(standard.model_dump(mode="json"))), recipe.model_dump(mode="json", exclude_defaults=True)
+    raw["model"] = {"family": recipe.model.family}
+    for key, value in flatten(recipe.model.model_dump(mode="json")):
+        if value != usual.get(key):
+            apply_override(raw["model"], key.split("."), value)
+    return to_toml(raw, "Written by `windlass import`.")

@@ -22,6 +22,7 @@ from windlass.convert.weights import StoredWeights, exported_names, open_weights
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.models.build import build_model
+from windlass.models.hf import refuse_later_tokens
 
 TOLERANCE = 1e-4
 MIN_AGREEMENT = 0.999
@@ -112,7 +113,12 @@ def whole(
     for row in tokens.split(1):
         output = theirs(row)
         logits = output if isinstance(output, Tensor) else output.logits
-        yield ours(row)[..., : ours.vocab].float(), logits[..., : ours.vocab].float()
+        own = ours(row)[..., : ours.vocab].float()
+        if format_of(recipe.model).wraps_transformers:  # both sides are the same class, and would be wrong alike
+            changed = torch.cat((row[:, :1], (row[:, 1:] + 1) % ours.vocab), dim=1)
+            if not torch.allclose(ours(changed)[:, 0, : ours.vocab].float(), own[:, 0], atol=TOLERANCE):
+                raise refuse_later_tokens(str(folder))
+        yield own, logits[..., : ours.vocab].float()
 
 
 def _transformers() -> Any:
@@ -148,7 +154,7 @@ def layer_by_layer(
     def both(name: str) -> tuple[Tensor, Tensor]:
         """A weight of our checkpoint (rounded as exported) and of the folder, by our name."""
         hf_name = format.hf_name(name) or name
-        return weights[own_names[hf_name][0]].to(dtype).float(), exported[hf_name].float()
+        return weights[own_names[hf_name][0][0]].to(dtype).float(), exported[hf_name].float()
 
     x, y = (table[tokens] for table in both("embed.weight"))
     for number in range(model.layers or 0):

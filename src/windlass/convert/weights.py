@@ -109,9 +109,13 @@ def open_weights(folder: Path) -> StoredWeights:
     return StoredWeights(tensors)
 
 
-def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, tuple[str, int | None]]:
-    """Name in the exported folder -> name in the checkpoint and, where it is a stack of experts, which of them; in the
-    folder's order."""
+# Names in the checkpoint of one tensor of a folder (several: `HFFormat.joined`), and, where the checkpoint has a stack of
+# experts, which of them.
+Origin = tuple[list[str], int | None]
+
+
+def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Origin]:
+    """Name in the exported folder -> where it comes from; in the folder's order."""
     format = format_of(model)
     twins: Mapping[str, str] = {}
     older: Mapping[str, str] = {}
@@ -122,12 +126,11 @@ def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, tupl
         older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
     # As save_pretrained does: a weight with two names is written under its first.
     single = [name for name in weights if name not in twins and format.prefix + name not in twins]
-    exported: dict[str, tuple[str, int | None]] = {}
-    for name in single:
-        hf_name = format.hf_name(name)
-        if hf_name is not None and "{expert}" in hf_name:
-            count = weights.shape(name)[0]
-            exported |= {hf_name.replace("{expert}", str(expert)): (name, expert) for expert in range(count)}
-        elif hf_name is not None:
-            exported[older.get(hf_name, hf_name)] = (name, None)
-    return exported or {name: (name, None) for name in weights}  # already under Hugging Face's names
+    exported: dict[str, Origin] = {}
+    for hf_name, names in format.folder_tensors(single).items():
+        if "{expert}" in hf_name:
+            count = weights.shape(names[0])[0]
+            exported |= {hf_name.replace("{expert}", str(expert)): (names, expert) for expert in range(count)}
+        else:
+            exported[older.get(hf_name, hf_name)] = (names, None)
+    return exported or {name: ([name], None) for name in weights}  # already under Hugging Face's names

@@ -30,8 +30,16 @@ class EngineProfile:
     eager_update_bytes: float = 34.0
     # Every gathered layer is unpacked and its gradients packed, by copies (FSDP).
     copies_shards: bool = False
+    # In a pipeline, gathered weights stay until the step is done and gradients are summed undivided, in fp32 unless
+    # another precision is stated.
+    gathers_once_in_pipelines: bool = False
+    # Experts run operation by operation even where layers are compiled.
+    eager_experts: bool = False
     # Gradients of unsharded layouts are reduced while the backward pass runs.
     overlaps_reduction: bool = True
+    # Share of the exchange of experts' rows between nodes that interleaved pipelines leave exposed: the passes of two
+    # micro-batches can run side by side. Not fitted.
+    exposed_exchange: float = 1.0
     # What a search may propose when it plans for this engine (`windlass plan --engine-profile`).
     shards: tuple[str, ...] = ("none", "zero1", "zero2", "full")
     # Tensor and pipeline parallelism.
@@ -58,6 +66,8 @@ ENGINE_PROFILES = {
         selective_share=0.35,
         eager_update_bytes=90.0,
         copies_shards=True,
+        gathers_once_in_pipelines=True,
+        eager_experts=True,
         shards=("none", "zero2", "full", "hybrid", "hybrid_zero2"),  # FSDP's five strategies
     ),
     # Softmax overwrites the fp32 logits and is kept for the gradient.
@@ -65,6 +75,7 @@ ENGINE_PROFILES = {
         fp32_weights=False,
         gradient_precision="fp32",
         plain_loss_bytes_unfused=14.0,
+        exposed_exchange=0.5,
         shards=("none", "zero1"),
         divides_layers=True,
     ),

@@ -5,14 +5,15 @@ the first layers (all gradients live), and in the optimizer. The estimate is the
 pipeline rank."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windlass.blocks.attention.spec import AttentionSpec
+from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.head.spec import loss_bytes
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.layout.stages import gradient_buckets, stages, stages_of_rank
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
@@ -66,7 +67,9 @@ class RankLoad(NamedTuple):
     transient: float
     embedding: float
     head: float
+    # All layers; of them `experts` are divided as `Layout.for_experts` says.
     body: float
+    experts: float
     # Micro-batches whose activations live at the same time.
     in_flight: float
     has_loss: bool
@@ -84,7 +87,7 @@ def layers_per_bucket(model: ModelSpec, layout: Layout) -> float:
     """Mean number of layers whose gradients one collective reduces."""
     if layout.bucket is None:
         return 1.0
-    sizes = [group.layer.num_params / layout.tensor for group in model.groups for _ in range(group.count)]
+    sizes = [group.layer.rank_params(layout) for group in model.groups for _ in range(group.count)]
     return len(sizes) / len(gradient_buckets(sizes, layout.bucket))
 
 
@@ -101,7 +104,7 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
             largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
             transient += stream * (2.0 if step.recompute == "full" else 1.0) + largest
         layer_bytes.append((kept, transient))
-    groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.pipeline, layout.context))
+    groups = sum(degree > 1 for degree in (layout.data, *(getattr(layout, axis) for axis in AXES)))
     outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     estimates = []
     for index in sorted({0, layout.pipeline - 1}):
@@ -144,7 +147,8 @@ def _rank_load(
         transient=max(transient for _, _, (_, transient) in loads),
         embedding=table + model.embedding.positions * model.width if 0 in held else 0.0,
         head=float(model.params.terms["final norm"]) + own_head if has_head else 0.0,
-        body=sum(group.layer.num_params * count for group, count, _ in loads) / layout.tensor,
+        body=sum(group.layer.rank_params(layout) * count for group, count, _ in loads),
+        experts=sum(group.layer.expert_params * count for group, count, _ in loads) / layout.expert_split,
         in_flight=1.0 if ranks == 1 else float(min(layout.accumulation, most)),
         has_loss=has_head,
     )
@@ -152,12 +156,15 @@ def _rank_load(
 
 def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> Moments:
     """Engines that published rows describe: the loss, the end of the backward pass, the optimizer."""
-    states, early_gradients, gradients, update = _states(step, layout, rank.params)
+    states, early_gradients, gradients, update = _rank_states(step, layout, rank)
     size = 2.0 if step.precision != "fp32" else 4.0
     # Full sharding: embedding and head stay gathered, two layers live at a time; 16-bit gradients and the fp32 copy
     # that is reduced.
     sharded = layout.weight_shards > 1
     gathered = size * (rank.embedding + rank.head + 2.0 * rank.params_per_layer) if sharded else 0.0
+    if sharded and layout.pipeline > 1 and ENGINE_PROFILES[step.engine].gathers_once_in_pipelines:
+        gathered = size * rank.params
+        early_gradients = gradients = (2.0 if step.gradient_precision == "bf16" else 4.0) * rank.params
     tokens = layout.micro_batch * step.seq_len / layout.context
     activations = rank.kept * tokens * rank.in_flight
     # Without recompute the backward pass frees a layer's activations before the last gradients appear.
@@ -187,7 +194,7 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
 def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> Moments:
     """Our engine: the loss, the last layer's backward pass (everything kept still lives), the first layer's, the
     optimizer."""
-    states, early_gradients, gradients, update = _states(step, layout, rank.params)
+    states, early_gradients, gradients, update = _rank_states(step, layout, rank)
     size = 4.0 if step.precision == "fp32" else 2.0
     tokens = layout.micro_batch * step.seq_len / layout.context
     kept = rank.kept * tokens
@@ -279,6 +286,15 @@ def _native_gathered(
     return size * (head + newest), size * (head + (3.0 if model.tied else 2.0) * joined * rank.params_per_layer)
 
 
+def _rank_states(step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[dict[str, float], float, float, float]:
+    if layout.expert_split == layout.tensor:
+        return _states(step, layout, rank.params)
+    dense, *dense_sums = _states(step, layout, rank.params - rank.experts)
+    experts, *expert_sums = _states(step, layout.for_experts, rank.experts)
+    early, gradients, update = (sum(pair) for pair in zip(dense_sums, expert_sums, strict=True))
+    return {name: size + experts.get(name, 0.0) for name, size in dense.items()}, early, gradients, update
+
+
 def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, float], float, float, float]:
     """Bytes of one device: weights, masters and moments by name; gradients when the loss is computed (none yet, unless
     micro-batches are accumulated or a buffer is kept); gradients after it; temporaries of the optimizer step."""
@@ -333,8 +349,10 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
 
 def layer_activations(layer: LayerSpec, step: StepSpec, layout: Layout) -> float:
     """Bytes per token that one layer keeps for its backward pass without recompute."""
+    experts_step = replace(step, compile=False) if ENGINE_PROFILES[step.engine].eager_experts else step
     return sum(
-        branch.block.kept_bytes(step, layout) + sum(norm.kept_bytes(step, layout) for norm in branch.norms)
+        branch.block.kept_bytes(experts_step if isinstance(branch.block, ExpertsSpec) else step, layout)
+        + sum(norm.kept_bytes(step, layout) for norm in branch.norms)
         for branch in layer.branches
     )
 

@@ -15,7 +15,7 @@ from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
 from windlass.cost.memory import layers_per_bucket
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 
@@ -67,6 +67,15 @@ class Constants:
     straggle: float = 0.005
     # Share of the 8-bit rate that remains when casts and scales are paid.
     fp8: float = 0.75
+    # `edge` of experts' products in other engines: many small ones, of unequal sizes.
+    expert_edge: float = 575.0
+    # Share of a link that exchanges of experts' rows reach in other engines, relative to large collectives; kernels
+    # made for it (DeepEP, HybridEP) reach all of it.
+    exchange: float = 0.5
+    # Rows of a layer's fullest expert-parallel rank relative to the mean, where routing is not forced to be even.
+    imbalance: float = 1.3
+    # Kernels in a layer with experts beside those of any layer, in other engines.
+    expert_kernels: float = 160.0
     # `edge` in our own engine, whose products are those of current libraries on Hopper.
     own_edge: float = 130.0
     # `fixed_ms` in our own engine: nothing in its step waits for the device.
@@ -100,6 +109,8 @@ class Machine:
     links: Links
     devices_per_node: int
     efficiency: Efficiency | None = None
+    # Devices that the links inside a node join, where they reach beyond it (NVL72: 72); None: those of the node.
+    linked_devices: int | None = None
 
     def __hash__(self) -> int:  # the rates of a machine are cached, and its parts hold dicts
         return hash((self.device.name, self.devices_per_node))
@@ -126,18 +137,26 @@ def estimate_step(
     r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, masked_context)
     c = r.constants
     tokens = layout.micro_batch * step.seq_len / layout.context
-    micro_batches, stored = layout.accumulation, model.params.stored / (layout.tensor * layout.pipeline)
+    micro_batches = layout.accumulation
+    # Parameters that a rank holds before sharding, with the layout that divides them further.
+    divided = [(model.params.stored / (layout.tensor * layout.pipeline), layout)]
+    if layout.expert_split != layout.tensor:
+        dense = (model.params.stored - model.expert_params) / (layout.tensor * layout.pipeline)
+        experts = model.expert_params / (layout.expert_split * layout.pipeline)
+        divided = [(dense, layout), (experts, layout.for_experts)]
+    stored = sum(size for size, _ in divided)
     stage = _micro_batch(model, step, layout, r, tokens)
     bubble = bubble_share(layout) * sum(stage.values()) * micro_batches
     terms = {name: value * micro_batches for name, value in stage.items()}
     rows = model.embedding.rows / layout.tensor
     # Our own head stays in 16 bits whatever the blocks do.
     head = _product_seconds(tokens, rows, model.width, r.wide if step.native else r.matmul, c) * 3.0
-    head += tokens * rows * (28.0 if step.loss == "plain" else 12.0) / r.memory
+    # Our own kernel of the chunked loss reads logits twice and writes their gradient: 0.31 ms for 4,096 x 50,304.
+    head += tokens * rows * (28.0 if step.loss == "plain" else 6.0 if step.native else 12.0) / r.memory
     # With a pipeline only the last stage has the head; half of it is taken to be balanced away by fewer layers there.
     terms["head and loss"] = head * micro_batches * (1.0 if layout.pipeline == 1 else 0.5)
     terms["pipeline bubble"] = bubble
-    terms["optimizer"] = _optimizer_seconds(stored, step, layout, r)
+    terms["optimizer"] = sum(_optimizer_seconds(size, step, part, r) for size, part in divided)
     if step.optimizer == "muon":
         terms["orthogonalisation"] = _orthogonal_seconds(model, layout, r)
     gathers = micro_batches if layout.pipeline == 1 else 1
@@ -151,14 +170,14 @@ def estimate_step(
     layers = model.num_layers / layout.pipeline + 1
     buckets = model.num_layers / layout.pipeline / layers_per_bucket(model, layout) + 1
     terms["data-parallel traffic"] = _data_traffic(
-        layers, buckets, stored, compute, step, layout, r, gathers, reductions
+        layers, buckets, divided, compute, step, layout, r, gathers, reductions
     )
     if layout.offload != "none":
         # Gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
         # Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
         # compute.
         moved = 4.0 + 2.0 + 34.0 + (2.0 * 4.0 * gathers if layout.offload == "parameters" else 0.0)
-        terms["host memory"] = moved * stored / layout.shard_size / (c.host_gbs * 1e9)
+        terms["host memory"] = moved * sum(size / part.shard_size for size, part in divided) / (c.host_gbs * 1e9)
     terms["fixed"] = c.fixed_ms / 1000.0
     nodes = layout.devices / machine.devices_per_node
     if nodes > 1:
@@ -166,7 +185,7 @@ def estimate_step(
     seconds = sum(terms.values())
     rate = tokens * micro_batches * layout.replicas / seconds / layout.devices
     peak = machine.device.bf16_tflops
-    waiting = ("data-parallel traffic", "tensor-parallel traffic", "context-parallel traffic", "pipeline traffic")
+    waiting = ("data-parallel traffic", *(f"{axis}-parallel traffic" for axis in AXES), "pipeline traffic")
     return StepEstimate(
         seconds=seconds,
         terms={name: value for name, value in terms.items() if value > 0},
@@ -202,6 +221,8 @@ class _Rates:
     intra_latency: float
     inter_latency: float
     per_node: int
+    # Devices that the links inside a node join.
+    linked: int
 
 
 # Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307
@@ -274,6 +295,7 @@ def _rates(
         intra_latency=links.intra_latency_us * 1e-6,
         inter_latency=links.inter_latency_us * 1e-6,
         per_node=per_node,
+        linked=machine.linked_devices or per_node,
     )
 
 
@@ -317,17 +339,21 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     """Forward and backward seconds of one layer, with what is recomputed."""
     c, t, width = r.constants, layout.tensor, layer.products[-1][0].outputs
     products = 0.0
+    uneven = c.imbalance if layout.expert > 1 and not step.balanced else 1.0  # the fullest rank decides
+    local_experts = 0.0
     for group in layer.product_groups:
-        # Each expert multiplies its share of the tokens' copies; FP8 leaves experts in 16 bits.
         first, grouped = group[0], group[0].experts > 1
-        by_outputs, by_inputs = (first.top_k * t if first.divided == side else 1 for side in ("outputs", "inputs"))
-        products += first.experts * _product_seconds(
-            tokens * first.top_k / first.experts,
-            sum(p.outputs for p in group) / by_outputs,
-            first.inputs / by_inputs,
-            r.wide if grouped and step.native else r.matmul,
-            c,
-        )
+        parts = layout.expert_split // layout.expert if grouped else t
+        by_outputs, by_inputs = (first.top_k * parts if first.divided == side else 1 for side in ("outputs", "inputs"))
+        outputs, inputs = sum(p.outputs for p in group) / by_outputs, first.inputs / by_inputs
+        if not grouped:
+            products += _product_seconds(tokens, outputs, inputs, r.matmul, c)
+            continue
+        # Each expert of this rank multiplies its share of the copies; our FP8 leaves experts in 16 bits.
+        local_experts = first.experts / layout.expert
+        rows = tokens * layout.expert_row_share * first.top_k / local_experts
+        rate, grouped_c = (r.wide, c) if step.native else (r.matmul, replace(c, edge=c.expert_edge))
+        products += uneven * local_experts * _product_seconds(rows, outputs, inputs, rate, grouped_c)
     again_products, again_mixing, again_elementwise = _recomputed(layer, step)
     # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
     score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square
@@ -347,8 +373,8 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     if step.native and step.precision == "fp8":
         # Largest magnitude and cast of every product's input (forward, and again for the weights' gradient) and of its
         # gradient, which is also transposed. In other engines the constant `fp8` stands for this.
-        inputs = float(sum(group[0].inputs for group in layer.product_groups))
-        outputs = float(sum(product.outputs for product, _ in layer.products))
+        inputs = float(sum(group[0].inputs for group in layer.product_groups if group[0].experts == 1))
+        outputs = float(sum(product.outputs for product, _ in layer.products if product.experts == 1))
         rows = 2.0 if step.fp8_scaling == "row" else 0.0  # scales by row are found once more, along the other side
         cast = tokens * ((10.0 + rows) * inputs + (8.0 + rows) * outputs) / t / r.memory
     # Each branch gathers its input and reduce-scatters its output over the tensor-parallel ranks, in every pass.
@@ -359,7 +385,13 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
     if layout.context > 1:
         size = sum(branch.block.context_bytes(step, layout) or 0.0 for branch in layer.branches)
         context = 0.3 * _ring_seconds(size * tokens * layout.context, layout.context, r, t)
+    exchange = 0.0
+    if layout.expert > 1 and local_experts:
+        exchange = _exchange_seconds(layer, tokens, step, layout, r) * uneven
+    exchanged_again = float(step.recompute in ("full", "selective")) if step.native else again_elementwise
     kernels = (20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels) + (8.0 if t > 1 else 0.0)
+    if local_experts and not step.native:
+        kernels += c.expert_kernels * (c.eager if ENGINE_PROFILES[step.engine].eager_experts else 1.0)
     return {
         "matrix products": products * (3.0 + again_products),
         "attention": mixing * (passes + again_mixing),
@@ -367,6 +399,7 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         "casts to 8 bits": cast,
         "tensor-parallel traffic": gathered * (3.0 if step.recompute == "full" else 2.0) * (1 - hidden),
         "context-parallel traffic": context * 3.0,
+        "expert-parallel traffic": exchange * (2.0 + exchanged_again),
         "kernel launches": kernels * (3.0 + again_elementwise) * c.launch_us * 1e-6,
     }
 
@@ -402,6 +435,27 @@ def _ring_seconds(
     # A node passes the whole message once; its devices in the group share its links, the others have their own.
     latency = 2.0 * math.log2(ranks) * r.inter_latency if tree else (ranks - 1.0) * hop
     return max(size * share / (r.inter * inside), size * share / r.intra) + messages * latency
+
+
+def _exchange_seconds(layer: LayerSpec, tokens: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
+    """Seconds to send rows to the ranks of their experts and the results back, once. The products wait for the rows:
+    hidden only where an engine runs two micro-batches side by side."""
+    ranks, c = layout.expert, r.constants
+    inside = min(ranks, max(1, r.linked * ranks // layout.expert_split))  # ranks that the links inside a node join
+
+    def sent(groups: int) -> float:
+        """Bytes that a rank sends to the others of `groups` equal groups of ranks."""
+        divided = replace(layout, expert=groups)
+        size = 2.0 * tokens * sum(branch.block.exchanged_bytes(step, divided) for branch in layer.branches)
+        return size * (groups - 1) / groups
+
+    share = 1.0 if step.native or step.dispatch == "fused" else c.exchange
+    across = sent(math.ceil(ranks / inside)) / r.inter / share if inside < ranks else 0.0
+    local = sent(ranks) * (inside - 1) / (ranks - 1) / r.intra / share
+    latency = 2.0 * ((inside - 1) * r.intra_latency + math.log2(ranks / inside) * r.inter_latency)
+    if layout.chunks > 1:
+        across *= ENGINE_PROFILES[step.engine].exposed_exchange
+    return max(local, across) + latency
 
 
 def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
@@ -442,7 +496,7 @@ def _orthogonal_seconds(model: ModelSpec, layout: Layout, r: _Rates) -> float:
 def _data_traffic(
     layers: float,
     buckets: float,
-    stored: float,
+    divided: list[tuple[float, Layout]],
     compute: float,
     step: StepSpec,
     layout: Layout,
@@ -452,13 +506,38 @@ def _data_traffic(
 ) -> float:
     """Seconds of gathering weights and reducing gradients that a step pays: what finds no compute to hide behind, and
     what it takes from it."""
-    group, span, engine, c = layout.replicas, layout.tensor, ENGINE_PROFILES[step.engine], r.constants
-    if group == 1:
+    engine, c = ENGINE_PROFILES[step.engine], r.constants
+    if layout.replicas == 1:
         return 0.0
     # Our own engine reduces in fp32.
     habit = engine.gradient_precision if step.precision == "bf16" else "bf16"
     fp32 = step.native or step.precision == "fp32" or (step.gradient_precision or habit) == "fp32"
     gradient = 4.0 if fp32 else 2.0
+    seconds = size = 0.0
+    for stored, part in divided:
+        more_seconds, more_bytes = _part_traffic(buckets, stored, gradient, step, part, r, gathers, reductions)
+        seconds, size = seconds + more_seconds, size + more_bytes
+    if not engine.overlaps_reduction and layout.shard != "full":
+        return seconds  # reduced after the last backward pass, gathered after the step
+    local = min(seconds, size / r.intra)
+    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
+    # The last bucket is complete when the backward pass is: what it holds beyond one layer has nothing to hide behind.
+    tail = seconds * (1.0 / buckets - 1.0 / layers)
+    return taken + max(0.0, seconds - taken - c.overlap * compute, tail)
+
+
+def _part_traffic(
+    buckets: float,
+    stored: float,
+    gradient: float,
+    step: StepSpec,
+    layout: Layout,
+    r: _Rates,
+    gathers: int,
+    reductions: int,
+) -> tuple[float, float]:
+    """Seconds and bytes of gathering `stored` weights and reducing their gradients of `gradient` bytes."""
+    group, span = layout.replicas, layout.tensor
     inside = layout.shard_size if layout.is_hybrid else group
     if layout.shard in ("full", "hybrid"):
         size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * buckets
@@ -474,13 +553,7 @@ def _data_traffic(
         copies = 2.0 * gradient * stored / inside
         seconds += _ring_seconds(copies, max(1, group // inside), r, span * inside, buckets, tree=True)
         size += copies
-    if not engine.overlaps_reduction and layout.shard != "full":
-        return seconds  # reduced after the last backward pass, gathered after the step
-    local = min(seconds, size / r.intra)
-    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
-    # The last bucket is complete when the backward pass is: what it holds beyond one layer has nothing to hide behind.
-    tail = seconds * (1.0 / buckets - 1.0 / layers)
-    return taken + max(0.0, seconds - taken - c.overlap * compute, tail)
+    return seconds, size if group > 1 else 0.0
 
 
 DEFAULTS = Constants()

@@ -146,7 +146,7 @@ def read_rows(path: Path, text: str, tune: TuneConfig) -> Iterator[tuple[int, Ma
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 try:
-                    row = parse_json(line)
+                    row = parse_json(line.encode())
                 except ValueError:
                     row = None
                 yield number, row if isinstance(row, dict) else {}

@@ -51,10 +51,10 @@ def map_array(path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> 
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""  # no empty file is mapped
-    except FileNotFoundError:
+    except OSError as error:
         raise DataError(
             "data.store-incomplete",
-            f"{path} is missing",
+            f"{path} cannot be read: {error.strerror}",
             hint="the store is incomplete: run `windlass tokenize` again, or copy it again",
         ) from None
     needed = offset + count * dtype.itemsize

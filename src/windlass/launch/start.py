@@ -93,7 +93,7 @@ def bind_start(
 ) -> Start:
     """Write the start of a run on these devices.
 
-    On another number of devices the layout keeps its tensor, pipeline and context degrees, its sharding and its
+    On another number of devices the layout keeps its tensor, pipeline, context and expert degrees, its sharding and its
     micro-batch; the data-parallel degree and accumulation follow. Where that is not valid, a layout of the planner is
     searched again and one of the recipe is refused with the nearest valid values. Global batch and data order never
     change."""

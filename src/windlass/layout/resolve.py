@@ -29,13 +29,13 @@ class JobSize:
 def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:
     data = recipe.data
     batches = [] if data.batch_tokens is None else [size for _, size in batch_sizes(data, data.batch_tokens)]
-    *smaller, sequences = sorted({batch // data.seq_len for batch in batches}) or [None]
+    sizes = sorted({batch // data.seq_len for batch in batches})
     return JobSize(
         devices=devices,
         devices_per_node=devices_per_node,
         seq_len=data.seq_len,
-        sequences=sequences,
-        smaller=tuple(size for size in smaller if size is not None),
+        sequences=sizes[-1] if sizes else None,
+        smaller=tuple(sizes[:-1]),
     )
 
 
@@ -59,6 +59,7 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
         tensor=wish.tensor,
         pipeline=wish.pipeline,
         context=wish.context,
+        expert=wish.expert,
         data=data,
         shard=wish.shard,
         shard_size=shard_size,

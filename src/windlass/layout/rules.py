@@ -61,7 +61,12 @@ def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = 
 
 def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
     """Refuse degrees that do not divide the model, which no number of devices and no batch would change."""
-    codes = ("layout.tensor-not-divisible", "layout.too-many-stages")
+    codes = (
+        "layout.tensor-not-divisible",
+        "layout.too-many-stages",
+        "layout.expert-not-divisible",
+        "layout.no-experts",
+    )
     _refuse([problem for problem in _model_problems(model, layout, size, "native") if problem.code in codes])
 
 
@@ -89,6 +94,8 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
         elif sizes is None:
             kind = "a Hugging Face model" if model.foreign else "one of the model's blocks"
             yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not built for {kind}", "1")
+        elif axis == "expert" and not sizes:
+            yield Violation("layout.no-experts", f"layout.expert ({degree}): the model has no experts to divide", "1")
         for name, value in sizes or ():
             if value % degree:
                 valid = [d for d in divisors(value) if axis != "tensor" or size.devices_per_node % d == 0]
@@ -141,8 +148,8 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
     if violation is not None:
         yield violation
     for sequences in size.smaller:
-        valid = nearest_batches(layout, replace(size, sequences=sequences))
-        if valid != [sequences]:
+        batches = nearest_batches(layout, replace(size, sequences=sequences))
+        if batches != [sequences]:
             unit = layout.data * layout.micro_batch * size.seq_len
             filled = f", in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
             yield Violation(
@@ -150,7 +157,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
                 f"data.batch_ramp: a batch of {sequences * size.seq_len:,} tokens is not a multiple of {unit:,} = "
                 f"micro_batch {layout.micro_batch} x seq_len {size.seq_len:,} x {layout.data:,} replica"
                 f"{'s' * (layout.data > 1)}{filled * (layout.pipeline > 1)}",
-                " or ".join(f"{batch * size.seq_len:,}" for batch in sorted(valid)),
+                " or ".join(f"{batch * size.seq_len:,}" for batch in sorted(batches)),
             )
     if layout.accumulation < layout.pipeline:
         fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))
@@ -171,6 +178,20 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
             "layout.shard-size-not-divisible",
             f"layout.shard_size ({layout.shard_size}) does not divide {layout.replicas} replicas",
             nearest(layout.shard_size, divisors(layout.replicas)),
+        )
+    if layout.replicas % layout.expert:
+        yield Violation(
+            "layout.expert-replicas-not-divisible",
+            f"layout.expert ({layout.expert}) does not divide {layout.replicas} replicas "
+            f"(data {layout.data} x context {layout.context})",
+            nearest(layout.expert, divisors(layout.replicas)),
+        )
+    elif layout.is_hybrid and layout.shard_size % layout.expert and layout.expert % layout.shard_size:
+        inside = [d for d in divisors(layout.replicas) if layout.shard_size % d == 0 or d % layout.shard_size == 0]
+        yield Violation(
+            "layout.expert-crosses-shards",
+            f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a multiple",
+            nearest(layout.expert, inside),
         )
 
 
@@ -278,6 +299,15 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
             f"{key} is not possible with model.family = {recipe.model.family!r}",
             hint='use family llama, or data.mask_documents = false with data.pack = "stream"',
         )
+    if recipe.optim.qk_clip and not model.foreign:
+        normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]
+        if normed or not any(b.kind == "attention" for b in model.blocks):
+            reason = "queries and keys are normed, which bounds them already" if normed else "the model has none"
+            raise ConfigError(
+                "model.no-qk-clip",
+                f"optim.qk_clip = {recipe.optim.qk_clip:g} scales the weights of queries and keys, but {reason}",
+                hint="leave optim.qk_clip out",
+            )
     if not model.foreign:
         return
     settings = {
@@ -285,6 +315,7 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
         'train.precision = "fp8"': train.precision == "fp8",
         "train.fuse = true": train.fuse,
         'train.attention = "flash3"': train.attention == "flash3",
+        "optim.qk_clip": recipe.optim.qk_clip,
     }
     ignored = [setting for setting, is_set in settings.items() if is_set]
     if ignored:

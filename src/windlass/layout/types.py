@@ -1,12 +1,14 @@
 """How one training step is divided (`Layout`) and computed (`StepSpec`): the complete types that engine, planner and
 launcher share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from windlass.config import LayoutConfig
 
 HYBRID_SHARDS = ("hybrid", "hybrid_zero2")
-AXES = ("tensor", "pipeline", "context")
+# Degrees that multiply to the devices of one replica, and all degrees: experts are divided over replicas.
+REPLICA_AXES = ("tensor", "pipeline", "context")
+AXES = (*REPLICA_AXES, "expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,10 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    # Of the replicas, ranks that share the experts of one copy; each holds some of them completely.
+    expert: int = 1
+    # Ranks over which each expert is divided; None: as `tensor`. Only other engines set them apart.
+    expert_tensor: int | None = None
     # Ranks (or groups of ranks) that read different sequences.
     data: int = 1
     shard: str = "none"
@@ -44,6 +50,34 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that hold the same weights before sharding: data-parallel and context-parallel ones."""
         return self.data * self.context
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks over which the experts of a layer are divided, completely or in parts."""
+        return self.expert * (self.expert_tensor or self.tensor)
+
+    @property
+    def expert_row_share(self) -> float:
+        """Share of a tensor-parallel group's tokens whose copies each of its ranks holds."""
+        return (self.expert_tensor or self.tensor) / self.tensor
+
+    @property
+    def expert_shard_size(self) -> int:
+        """`shard_size` of the experts: what expert parallelism leaves of it."""
+        return 1 if self.shard == "none" else max(1, self.shard_size * self.tensor // self.expert_split)
+
+    @property
+    def for_experts(self) -> "Layout":
+        """As the weights of experts see it: divided further, as by tensor parallelism, over fewer replicas."""
+        return replace(
+            self,
+            tensor=self.expert_split,
+            data=self.replicas * self.tensor // self.expert_split,
+            context=1,
+            expert=1,
+            expert_tensor=None,
+            shard_size=self.expert_shard_size,
+        )
 
     @property
     def is_hybrid(self) -> bool:
@@ -87,6 +121,7 @@ class Layout:
                 "tensor": self.tensor,
                 "pipeline": self.pipeline,
                 "context": self.context,
+                "expert": self.expert,
                 "schedule": self.schedule,
                 "pipeline_chunks": max(2, self.chunks),
                 "offload": self.offload,
@@ -156,6 +191,13 @@ class StepSpec:
     mask_documents: bool = False
     # Keys and values are repeated for every query head, because the attention kernel does not take groups.
     expand_kv_heads: bool = False
+    # How rows reach their experts on other ranks: alltoall (a copy for each expert). Rows of other engines also:
+    # allgather (all rows to all ranks), fused (kernels such as DeepEP's: a copy for each rank).
+    dispatch: str = "alltoall"
+    # Modules that another engine recomputes, by Megatron's names (moe_act, mla_up_proj, moe).
+    recomputed: tuple[str, ...] = ()
+    # Every expert gets the same number of rows: forced by a benchmark, or the others are dropped.
+    balanced: bool = False
     sync: GradientSync = field(default_factory=GradientSync)
     # Of all weights, those that have gradients and optimizer states; below 1 with LoRA.
     trained_share: float = 1.0
@@ -173,6 +215,12 @@ class StepSpec:
     def bytes_per_value(self) -> int:
         """Size of an activation value."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def bytes_per_input(self) -> int:
+        """Size of a value that other engines keep as the input of a product."""
+        narrow = self.precision in ("fp8", "mxfp8", "nvfp4") and not self.native
+        return 1 if narrow else self.bytes_per_value
 
     @property
     def compiled_fp8(self) -> bool:

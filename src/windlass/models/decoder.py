@@ -52,6 +52,14 @@ def added(x: Tensor | Carried) -> Tensor:
     return x[0] + x[1] if isinstance(x, tuple) else x
 
 
+def document_positions(documents: Tensor) -> Tensor:
+    """Position of each token in its document, from the document numbers (batch, positions) of a sequence."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
 class Layer(nn.Module):
     """Residual branches, each a block with norms around it: x + post_norm(block(pre_norm(x))).
 
@@ -140,6 +148,9 @@ class DecoderModel(nn.Module):
         self.embeds = True
         self.position_start = 0  # first position of this rank's part of the sequence
         self.divided_positions = False  # other ranks hold the other positions
+        self.resets_positions = False  # they begin again at each document
+        # `observe` gets the number of each layer and its output, where a step is measured (train/instruments.py).
+        self.observer: Any = None
         self._window_masks: dict[tuple[int, int], Any] = {}
         self.tables: dict[str, Table] = {}
         self._table_end = 0
@@ -173,14 +184,16 @@ class DecoderModel(nn.Module):
         """What the backward pass computes again: none, selective or full."""
         for layer in self.typed_layers():
             layer.recompute = policy
+            for block in layer.blocks():
+                block.repeats = type(block).repeats and policy == "none"
 
     def prepare(self, device: torch.device | str, length: int | None = None) -> None:
         """Make what is derived and not trained. Call once the parameters are on their device."""
         self._table_end = self.position_start + (length or self.seq_len)
         distinct = {block.table_key: block for block in self.blocks() if block.table_key is not None}
+        start = 0 if self.resets_positions else self.position_start
         self.tables = {
-            key: block.make_table(self.position_start, self._table_end, torch.device(device))
-            for key, block in distinct.items()
+            key: block.make_table(start, self._table_end, torch.device(device)) for key, block in distinct.items()
         }
 
     def init_weights(self, seed: int) -> None:
@@ -207,17 +220,23 @@ class DecoderModel(nn.Module):
         if name.startswith("layers."):
             _, number, branch, local = name.split(".", 3)
             block = cast(Block, getattr(self.layers[number], branch))
-            return block.filler(local, self.spec.init_std, self.num_layers)
+            return block.filler(local, self.spec.init_std, max(1, self.spec.num_branches // 2))
         return partial(fill_normal, std=self.spec.init_std)
 
     def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Tokens (or the previous stage's hidden states) -> hidden states."""
         if self.embeds and self.position_start + x.shape[1] > self._table_end:
             self.prepare(x.device, x.shape[1])
-        context = BlockContext(self.tables, documents, self.block_masks(x, documents))
+        tables = self.tables
+        if self.resets_positions and documents is not None:
+            places = document_positions(documents)[:, self.position_start :][:, : x.shape[1]]
+            tables = {key: tuple(part[places].unsqueeze(1) for part in table) for key, table in tables.items()}
+        context = BlockContext(tables, documents, self.block_masks(x, documents))
         hidden: Tensor | Carried = self.embed(x) if self.embeds and self.embed is not None else x
-        for layer in self.typed_layers():
+        for number, layer in zip(self.layers, self.typed_layers(), strict=True):
             hidden = layer(hidden, context)
+            if self.observer is not None:
+                self.observer.observe(int(number), added(hidden))
         return added(hidden) if self.norm is None else self.norm(added(hidden))
 
     def block_masks(self, x: Tensor, documents: Tensor | None) -> dict[int, Any]:
@@ -225,10 +244,11 @@ class DecoderModel(nn.Module):
         if not x.is_cuda or self.divided_positions:
             return {}
         length, masks = x.shape[1], {}
-        for window in {block.window for block in self.blocks() if block.window is not None}:
+        needs = {block.window: block.needs_mask for block in self.blocks() if block.window is not None}
+        for window, needed in needs.items():
             if documents is not None:
                 masks[window] = block_mask(window, length, documents, x.device)
-            elif 0 < window < length:
+            elif needed or 0 < window < length:
                 if (window, length) not in self._window_masks:
                     self._window_masks[window, length] = block_mask(window, length, None, x.device)
                 masks[window] = self._window_masks[window, length]

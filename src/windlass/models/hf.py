@@ -22,6 +22,17 @@ from windlass.errors import ConfigError
 from windlass.models.decoder import DecoderModel
 from windlass.models.presets.hf import refuse_custom_code
 
+# Settings of decoders in which a position sees later ones (Gemma, XLNet).
+LATER_TOKENS = {"use_bidirectional_attention": True, "is_causal": False, "attn_type": "bi"}
+
+
+def refuse_later_tokens(origin: str) -> ConfigError:
+    return ConfigError(
+        "model.not-causal",
+        f"{origin}: its positions see later tokens, so it predicts no next token",
+        hint="use a model whose attention is causal",
+    )
+
 
 class HFModel(DecoderModel):
     """The decoder's interface around a model of transformers: `net` holds all parameters."""
@@ -158,6 +169,10 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
             hint='fine-tune it with a [tune] table, use a decoder, or set "is_decoder": true in config.json to train '
             "this architecture with a causal mask",
         )
+    text = hf_config.get_text_config()
+    later = [f"{key} = {value}" for key, value in LATER_TOKENS.items() if getattr(text, key, None) == value]
+    if later:
+        raise refuse_later_tokens(f"{config.config} ({later[0]})")
     return HFModel(build_net(transformers.AutoModelForCausalLM, hf_config, Path(config.config or "")), seq_len)
 
 

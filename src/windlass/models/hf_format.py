@@ -1,13 +1,14 @@
 """The Hugging Face folder of a model family as data: config.json, weight names and weight transforms. No torch."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 # Keys of the [model] table that change what the model computes.
 STRUCTURE = set(ModelConfig.model_fields) - {
     "family",
@@ -21,12 +22,19 @@ STRUCTURE = set(ModelConfig.model_fields) - {
 
 
 def structure(model: ModelConfig) -> dict[str, Any]:
-    """Values of the [model] table that change what the model computes, those of experts with dotted keys."""
-    values = {key: getattr(model, key) for key in STRUCTURE} | {"experts": model.experts is not None}
-    experts = {} if model.experts is None else model.experts.model_dump(exclude={"balance_weight", "z_loss"})
-    if experts and experts["balance"] != "bias":  # a loss leaves nothing behind in the model
-        del experts["balance"]
-    return values | {f"experts.{key}": value for key, value in experts.items()}
+    """Values of the [model] table that change what the model computes, those of its tables with dotted keys."""
+    tables = {"experts": model.experts is not None, "mamba": model.mamba is not None}
+    values = {key: getattr(model, key) for key in STRUCTURE} | tables
+    experts, mamba = (
+        dict[str, Any](),
+        {} if model.mamba is None else model.mamba.model_dump(exclude={"chunk", "dt_max"}),
+    )
+    if model.experts is not None:
+        experts = model.experts.model_dump(exclude={"balance_weight", "bias_step", "z_loss"})
+        # A loss leaves nothing behind in the model.
+        experts["balance"] = "bias" if model.experts.bias_strength else "loss"
+    dotted = {"experts": experts, "mamba": mamba}
+    return values | {f"{table}.{key}": value for table, keys in dotted.items() for key, value in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,13 @@ class HFFormat:
     # Names of tensors of the folder, with {layer}, that always hold this one number.
     weights: Mapping[str, str] | None = None
     # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names. With {expert}
-    # the folder has one tensor per expert, of which ours is the stack.
+    # the folder has one tensor per expert, of which ours is the stack. Several of our parameters may have one name: see
+    # `joined`.
+    joined: Literal["rows", "turns"] = "rows"
+    # Of several parameters with one name the folder has one tensor: the rows of each, in the order of `weights`; or its
+    # last dimension takes numbers from each in turn.
     transforms: Mapping[str, str] = field(default_factory=dict)
-    # Our parameter name -> name of a weight transform (checkpoint.names.TRANSFORMS).
+    # Our parameter name, with {layer} -> name of a weight transform (checkpoint.names.TRANSFORMS).
     tied: Mapping[str, str] = field(default_factory=dict)
     # A parameter that a tied folder leaves out -> the parameter it is equal to.
     library: str = "transformers"
@@ -94,14 +106,30 @@ class HFFormat:
     prefix: str = ""
     older_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # model_type (its beginning) -> parameter name in transformers -> name in published folders.
+    left_out: tuple[Requirement, ...] = ()
+    # Parts of a folder that an import says it leaves out.
 
     def hf_name(self, name: str) -> str | None:
         """Name in the folder of one of our parameters; None when the folder has no such weight."""
         if self.weights is None:
             return name.removeprefix(self.prefix)
-        layer = re.search(r"\.(\d+)\.", name)
-        target = self.weights.get(name.replace(layer[0], ".{layer}.", 1) if layer else name)
+        layer = LAYER_NUMBER.search(name)
+        target = self.weights.get(without_layer(name))
         return target.replace("{layer}", layer[1]) if target and layer else target
+
+    def transform(self, name: str) -> str | None:
+        return self.transforms.get(without_layer(name))
+
+    def folder_tensors(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Name in the folder -> our parameters that it holds, in the order of the table; see `joined`."""
+        tensors: dict[str, list[str]] = {}
+        for name in names:
+            if (target := self.hf_name(name)) is not None:
+                tensors.setdefault(target, []).append(name)
+        order = {name: place for place, name in enumerate(self.weights or ())}
+        for parts in tensors.values():
+            parts.sort(key=lambda name: order.get(without_layer(name), 0))
+        return tensors
 
     def write_config(self, model: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of a model table; `facts` are the values that do not come from the recipe."""
@@ -150,16 +178,8 @@ class HFFormat:
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Why our module would not compute what this model computes; empty when it does."""
-        model_type = config["model_type"]
-        reasons = [] if model_type in self.model_types else [f"its family is {model_type}"]
-        for requirement in self.requirements:
-            values = [value for key in requirement.keys if (value := value_at(config, key)) is not None]
-            if requirement.model_type in (None, model_type) and values and values[0] not in requirement.accepted:
-                try:
-                    reasons.append(requirement.reason.format(value=values[0]))
-                except (TypeError, ValueError):  # a text where the reason prints a number
-                    reasons.append(f"its {requirement.keys[0]} is {values[0]!r}")
-        return reasons
+        reasons = [] if config["model_type"] in self.model_types else [f"its family is {config['model_type']}"]
+        return reasons + unmet(self.requirements, config)
 
     def _slots(self) -> Iterator[tuple[str, ConfigSlot]]:
         for key, value in self.config.items():
@@ -177,15 +197,43 @@ class Preset:
     hf: HFFormat
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Values of [model] keys that a recipe of this family leaves out.
+    table_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # The same for keys of a table ("experts", "mamba") that not every model of the family has.
 
     def inexpressible(self, model: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
         """(key, value, the value that the folder stands for) of keys that the folder cannot hold."""
         if self.hf.wraps_transformers or "*" in (expressed := self.hf.expressed_keys()):
             return
-        values, standards = structure(model), structure(ModelConfig(family=self.hf.family))
+        tables = {}
+        for name in self.table_defaults:
+            if (table := getattr(model, name)) is not None:
+                required = {key for key, field in type(table).model_fields.items() if field.is_required()}
+                tables[name] = table.model_dump(include=required)
+        values, standards = structure(model), structure(ModelConfig(family=self.hf.family, **tables))
         for key in sorted(set(values) - expressed):
             if values[key] != standards.get(key):
                 yield key, values[key], standards.get(key)
+
+
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def without_layer(name: str) -> str:
+    """A parameter name with {layer} instead of the number of its layer."""
+    return LAYER_NUMBER.sub(".{layer}.", name, count=1)
+
+
+def unmet(requirements: tuple[Requirement, ...], config: Mapping[str, Any]) -> list[str]:
+    """The reasons of the requirements that a config.json does not meet."""
+    reasons = []
+    for requirement in requirements:
+        values = [value for key in requirement.keys if (value := value_at(config, key)) is not None]
+        if requirement.model_type in (None, config["model_type"]) and values and values[0] not in requirement.accepted:
+            try:
+                reasons.append(requirement.reason.format(value=values[0]))
+            except (TypeError, ValueError):  # a text where the reason prints a number
+                reasons.append(f"its {requirement.keys[0]} is {values[0]!r}")
+    return reasons
 
 
 def value_at(config: Mapping[str, Any], dotted: str) -> Any:

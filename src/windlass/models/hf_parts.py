@@ -18,12 +18,14 @@ SCALING_KEYS = {
     "beta_slow": "beta_slow",
     "truncate": "truncate",
     "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }
 # Which of them a kind has.
 KEYS_OF_KIND = {
     "linear": ("kind", "factor"),
     "llama3": ("kind", "factor", "old_length", "low_turns", "high_turns"),
-    "yarn": ("kind", "factor", "old_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": tuple(key for key in SCALING_KEYS if key not in ("low_turns", "high_turns")),
 }
 
 

@@ -53,6 +53,14 @@ class LayerSpec:
         return self.params["norms"] + sum(branch.block.active_params() for branch in self.branches)
 
     @cached_property
+    def expert_params(self) -> int:
+        return sum(branch.block.expert_params() for branch in self.branches)
+
+    def rank_params(self, layout: Layout) -> float:
+        """That a rank holds before sharding."""
+        return (self.num_params - self.expert_params) / layout.tensor + self.expert_params / layout.expert_split
+
+    @cached_property
     def fusable_weights(self) -> int:
         """Weights of products that read the same tensor, which a fused projection lays side by side."""
         return sum(sum(p.weights for p in group) for group in self.product_groups if len(group) > 1)
@@ -109,6 +117,11 @@ class ModelSpec:
         return sum(group.count for group in self.groups)
 
     @cached_property
+    def num_branches(self) -> int:
+        """Residual branches of all layers."""
+        return sum(group.count * len(group.layer.branches) for group in self.groups)
+
+    @cached_property
     def params(self) -> ParameterCount:
         table, norms = self.embedding.vocab * self.width, self.norm.params() * (2 if self.embedding.norm else 1)
         layers = Counter[str]()
@@ -131,6 +144,11 @@ class ModelSpec:
             active=active + norms + table,
             terms=terms,
         )
+
+    @cached_property
+    def expert_params(self) -> int:
+        """That expert parallelism divides."""
+        return sum(group.layer.expert_params * group.count for group in self.groups)
 
     def layers(self) -> Iterator[LayerSpec]:
         """One by one, first to last."""

@@ -15,6 +15,7 @@ from windlass.units import divisors
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MAX_PIPELINE = 32
+MAX_EXPERT = 64
 # Tokens that a context rank keeps at least: shorter sequences are not worth dividing.
 MIN_CONTEXT_TOKENS = 8192
 
@@ -67,6 +68,7 @@ def ruled_out(task: PlanTask) -> list[tuple[LayoutCandidate, Violation]]:
     """Degrees that somebody might try and that a rule forbids: one at a time, all else plain, each reason once."""
     tried = [{"tensor": t} for t in (2, 4, 8) if t <= 2 * task.per_node]
     tried += [{"pipeline": p} for p in (2, 4, 8, 16) if p <= task.devices]
+    tried += [{"expert": e} for e in (2, 4, 8, 16) if task.model.expert_params]
     tried += [{"micro_batch": m} for m in (2, 4, 8, 16, 32)]
     forbidden: dict[Violation, LayoutCandidate] = {}
     for values in tried:
@@ -81,16 +83,20 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
     seq_len, sequences, num_layers = task.seq_len, task.size.sequences, task.model.num_layers
     pipelines = list(range(1, min(MAX_PIPELINE, task.nodes, num_layers) + 1))
     contexts = [c for c in (1, 2, 4, 8, 16) if c == 1 or seq_len // c >= MIN_CONTEXT_TOKENS]
-    for tensor, pipeline, context in product(
+    for tensor, pipeline, context, expert in product(
         legal_degrees(task, "tensor", divisors(task.per_node)),
         legal_degrees(task, "pipeline", pipelines),
         legal_degrees(task, "context", contexts),
+        legal_degrees(task, "expert", expert_degrees(task)),
     ):
         data, unused_devices = divmod(task.devices, tensor * pipeline * context)
-        if unused_devices or seq_len % (context * tensor):
+        if unused_devices or seq_len % (context * tensor) or data * context % expert:
             continue
         micro_batches = [m for m in MICRO_BATCHES if sequences is None or sequences % (data * m) == 0]
-        for micro_batch, (shard, shard_size) in product(micro_batches, _shards(task, tensor, pipeline, data * context)):
+        shards = _shards(task, tensor, pipeline, data * context)
+        if expert > 1:  # groups of both kinds lie inside each other
+            shards = [s for s in shards if s[0] not in HYBRID_SHARDS or 0 in (s[1] % expert, expert % s[1])]
+        for micro_batch, (shard, shard_size) in product(micro_batches, shards):
             accumulation = 1 if sequences is None else sequences // (data * micro_batch)
             if accumulation < pipeline or any(s % (data * micro_batch) for s in task.size.smaller):
                 continue
@@ -103,6 +109,7 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
                     tensor=tensor,
                     pipeline=pipeline,
                     context=context,
+                    expert=expert,
                     data=data,
                     shard=shard,
                     shard_size=shard_size,
@@ -113,6 +120,14 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
                     offload=offload,
                 )
                 yield from (LayoutCandidate(layout, recompute) for recompute in task.recomputes)
+
+
+def expert_degrees(task: PlanTask) -> list[int]:
+    """Divisors of a node's devices, whose exchange stays inside it, and powers of two beyond."""
+    if not task.model.expert_params:
+        return [1]
+    inside = divisors(task.per_node)
+    return [*inside, *(task.per_node * factor for factor in (2, 4, 8, 16) if task.per_node * factor <= MAX_EXPERT)]
 
 
 def legal_degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from windlass.clusters import Cluster
 from windlass.config import Recipe
 from windlass.errors import WindlassError
+from windlass.layout.types import AXES
 from windlass.planner.search import Plan, search
 from windlass.planner.task import make_task
 
@@ -45,7 +46,7 @@ def scaling(recipe: Recipe, cluster: Cluster, counts: Iterable[int], *, weak: bo
         except WindlassError:
             continue
         if plans:
-            simple = [p for p in plans if p.layout.tensor == p.layout.pipeline == p.layout.context == 1]
+            simple = [p for p in plans if all(getattr(p.layout, axis) == 1 for axis in AXES)]
             kinds = {p.layout.shard: p for p in reversed(simple)}  # the first of each kind is the best
             points.append(ScalingPoint(nodes=nodes, devices=task.devices, best=plans[0], kinds=kinds))
     return points

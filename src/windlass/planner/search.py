@@ -12,7 +12,7 @@ from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units,
 from windlass.cost.step import StepEstimate, estimate_step
 from windlass.errors import PlanError
 from windlass.layout.rules import batch_violation
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.planner.candidates import (
     LayoutCandidate,
     candidate_of,
@@ -157,9 +157,11 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
     too_big = sorted((p for p in estimated if not p.fits), key=lambda p: p.memory.needed)
     rejected += [_too_big(p) for p in too_big[:KEPT_REJECTIONS]]
     rejected += [Rejected(candidate=c, reason=str(violation)) for c, violation in ruled_out(task)]
+    # Always shown: the recipe's own layout, and the best that divides experts.
+    by_experts = next((i for i, p in enumerate(explained) if p.layout.expert > 1), None)
     return Plans(
         task=task,
-        plans=tuple(p for i, p in enumerate(explained) if top is None or i < top or p.from_recipe),
+        plans=tuple(p for i, p in enumerate(explained) if top is None or i < top or p.from_recipe or i == by_experts),
         rejected=tuple(rejected),
         considered=considered,
         fitting=len(fitting),
@@ -230,7 +232,7 @@ def rank(plans: Iterable[Plan]) -> list[Plan]:
 
     def key(p: Plan) -> tuple[float, ...]:
         layout = p.layout
-        mechanisms = sum(degree > 1 for degree in (layout.tensor, layout.pipeline, layout.context))
+        mechanisms = sum(getattr(layout, axis) > 1 for axis in AXES)
         mechanisms += (layout.offload != "none") + (layout.shard != "none") + (p.recompute != "none")
         steps = int(math.log(max(cost(p) / best, 1.0)) / TIE)
         return steps, -layout.data, layout.accumulation, mechanisms, p.memory.needed

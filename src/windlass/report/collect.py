@@ -44,6 +44,8 @@ from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
 BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollback")
+# Of which a list of events has too many, or too long ones.
+HIDDEN_EVENTS = ("removed", "interval", "expert_loads", "layers")
 SILENT_SECONDS = 120.0
 # Goodput is summed over at most so many metrics lines, evenly spread: its error is then far below a thousandth.
 MAX_HISTORY_LINES = 20_000

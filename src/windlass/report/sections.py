@@ -12,9 +12,9 @@ from windlass.config.secret import redact_text
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
-from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, Note, Section, bars, line, points
+from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Mark, Note, Section, bars, line, points
 from windlass.profile.view import run_sections
-from windlass.report.collect import RunSummary
+from windlass.report.collect import HIDDEN_EVENTS, RunSummary
 from windlass.report.columns import Columns, step_of, thin
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact
@@ -36,7 +36,7 @@ from windlass.report.tables import (
     watts,
     when,
 )
-from windlass.runs.events import Evaluated, Resumed, known_float
+from windlass.runs.events import Evaluated, ExpertLoads, LayersMeasured, Resumed, known_float
 from windlass.runs.folder import Run
 from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
 
@@ -48,10 +48,17 @@ CURVES = (
     ("watts", "Power", "W", True, 1),
     ("memory_bytes", "Memory, highest device", "GiB", True, 2**30),
     ("grad_norm", "Gradient norm", "", False, 1),
+    ("expert_imbalance", "Most used expert", "load / mean of its layer", True, 1),
+    ("router_entropy", "Entropy of the routers", "nats", True, 1),
 )
 MAX_EVENTS = 200
 MARKS = {"fault": "fault", "hang": "hang", "stopped": "stopped", "resumed": "resumed", "rollback": "rolled back"}
 MAX_MARKS = 12
+INSTRUMENTS = (
+    ("gradient_norm", "Gradient norm"), ("weight_norm", "Weight norm"), ("update_norm", "Update norm"),
+    ("activation_rms", "Scale of the output"), ("max_logit", "Largest attention logit"),
+)  # fmt: skip
+MAX_LOOKS = 500
 STRONG_EVENTS = ("fault", "hang", "signal", "stopped", "resumed", "restarted", "rollback", "gave_up")
 
 
@@ -73,6 +80,7 @@ def sections(s: RunSummary, columns: Columns) -> list[Section]:
         Section("Training", tuple(curves(s, columns)), id="training"),
         life(s, columns),
         energy(s),
+        *stability_sections(s),
         *plan_sections(s),
         evaluation(s),
         saves(s),
@@ -157,12 +165,28 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
         for key, title, unit, from_zero, divisor in CURVES
         if key in names
     ]
+    loads = [e for e in s.events if isinstance(e, ExpertLoads) and e.rows()][-1:]
     return [
         *charts,
+        *map(expert_heat, loads),
         Note(
             "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
         ),
     ]
+
+
+def expert_heat(event: ExpertLoads) -> Heat:
+    rows = event.rows()
+    return Heat(
+        title=f"Load of each expert at step {event.step}",
+        x=[str(expert) for expert in range(len(next(iter(rows.values()))))],
+        y=list(rows),
+        values=list(rows.values()),
+        x_title="expert",
+        y_title="layer",
+        unit="% of the layer's mean",
+        caption="100 is the mean of a layer. No token is dropped: the fullest expert only takes longer.",
+    )
 
 
 def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], ...]:
@@ -215,7 +239,7 @@ def life(s: RunSummary, columns: Columns) -> Section:
     items = progress(s, columns)
     if rows := life_rows(s):
         items += [DataTable(("", ""), rows), segment_table(s)]
-    shown = [e for e in s.events if e.event not in ("removed", "interval")][-MAX_EVENTS:]
+    shown = [e for e in s.events if e.event not in HIDDEN_EVENTS][-MAX_EVENTS:]
     if shown:
         ages = ["?" if e.time is None else print_seconds(e.time - (s.started_at or 0.0)) for e in shown]
         events = [(age, when(e.time), redact_text(e.describe())) for age, e in zip(ages, shown, strict=True)]
@@ -319,6 +343,36 @@ def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
         series.append(line(name, steps, [e.sources[name]["loss"] for e in passes if name in e.sources]))
     chart = Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token")
     return [chart, table] if len(passes) > 1 else [table]
+
+
+def stability_sections(s: RunSummary) -> list[Section]:
+    """What train.instruments measured: each quantity's highest layer and median over the steps, and the last look."""
+    looks = [e for e in s.events if isinstance(e, LayersMeasured) and e.step is not None]
+    if not looks:
+        return []
+    shown = looks[:: -(-len(looks) // MAX_LOOKS)]
+    items: list[Item] = []
+    for name, title in INSTRUMENTS:
+        layers = [(e.step or 0, [v for v in getattr(e, name)[:-1] if v is not None]) for e in shown]
+        layers = [(step, values) for step, values in layers if values]
+        if layers:
+            steps = [step for step, _ in layers]
+            series = [
+                line("highest layer", steps, [max(values) for _, values in layers]),
+                line("median of the layers", steps, [float(np.median(values)) for _, values in layers]),
+            ]
+            items.append(Chart(title=title, series=series, x_title="step", log_y=name != "max_logit", height=260))
+    last = looks[-1]
+    names = [name for name, _ in INSTRUMENTS]
+    count = max(len(getattr(last, name)) for name in names)
+    rows = []
+    for row in range(count):
+        values = (getattr(last, name)[row] if row < len(getattr(last, name)) else None for name in names)
+        label = f"layer {row}" if row < count - 1 else "embedding, last norm, head"
+        rows.append((label, *("" if value is None else f"{value:.3g}" for value in values)))
+    caption = f"At step {last.step}: {last.describe()}."
+    table = DataTable(("", *(title.lower() for _, title in INSTRUMENTS)), rows, right=(1, 2, 3, 4, 5), caption=caption)
+    return [Section("Layers", (*items, table), id="layers")]
 
 
 def saves(s: RunSummary) -> Section:

@@ -7,15 +7,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from windlass.report.collect import RunSummary, collect, sample_columns
-from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known
+from windlass.report.collect import HIDDEN_EVENTS, RunSummary, collect, sample_columns
+from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known, last_known
 from windlass.report.tables import counted, energy_card, goodput, number, percent, rate, silence, state, watts
-from windlass.runs.events import Saved
+from windlass.runs.events import LayersMeasured, Saved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
 
 BARS = "▁▂▃▄▅▆▇█"
-HIDDEN_EVENTS = ("removed", "interval")
 COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
 
 
@@ -85,7 +84,16 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
             "slowest",
             "unknown" if s.slowest_rank is None else f"rank {s.slowest_rank}, +{print_seconds(s.spread_seconds)}",
         ),
+        *routing(columns),
     ]
+
+
+def routing(columns: Columns) -> list[tuple[str, str]]:
+    """Of a mixture of experts: the newest imbalance and entropy."""
+    imbalance, entropy = (last_known(columns.get(key)) for key in ("expert_imbalance", "router_entropy"))
+    if imbalance is None:
+        return []
+    return [("experts", f"fullest {imbalance:.2f} x the mean"), ("router", f"entropy {number(entropy, 3)} nats")]
 
 
 def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int | None = None) -> RenderableType:
@@ -112,8 +120,13 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         Text.assemble((f"{name:9}", "dim"), (spark(columns.get(key), width - 10), "cyan"))
         for name, key in (("loss", "loss"), ("tokens/s", "tokens_per_second"))
     ]
+    looks = [e for e in s.events if isinstance(e, LayersMeasured)]
     # Of the newest five events as many as there is room for.
-    events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2) :] if lines_left > 2 else []
+    events = (
+        [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2 - bool(looks)) :]
+        if lines_left > 2 + bool(looks)
+        else []
+    )
     ages = ["?" if e.time is None else print_seconds(max(0.0, now - e.time)) for e in events]
 
     def cut(text: str, style: str) -> Text:
@@ -131,5 +144,6 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         bar,
         grid,
         *curves[: max(0, lines_left)],
+        *(cut(e.describe(), "") for e in looks[-1:] if lines_left > 2),
         *(cut(f"  {age:>12} ago  {e.describe()}", "dim") for age, e in zip(ages, events, strict=True)),
     )

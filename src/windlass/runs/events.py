@@ -6,6 +6,8 @@ cannot be right (a text where a number belongs), is None. Kinds and keys that th
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -33,12 +35,17 @@ def _losses(value: object) -> dict[str, dict[str, Any]]:
     return {k: v for k, v in items if isinstance(v, dict) and known_float(v.get("loss")) is not None}
 
 
+def _numbers(value: object) -> list[float | None]:
+    return [known_float(item) for item in value] if isinstance(value, list) else []
+
+
 # How the value of a field is read from JSON, by the field's annotation; other annotations take any value.
 _CONVERTERS: dict[object, Callable[[Any], Any]] = {
     "int | None": known_int,
     "float | None": known_float,
     "str | None": lambda value: None if value is None else str(value),
     "list[str]": lambda value: [str(item) for item in value] if isinstance(value, list) else [],
+    "list[float | None]": _numbers,
     "dict[str, dict[str, Any]]": _losses,
 }
 
@@ -229,6 +236,48 @@ class Evaluated(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayersMeasured(
+    StepEvent,
+    event="layers",
+    meaning="what train.instruments measured, by layer; the last number of each list is that of embedding, last norm and head",
+):
+    # Before clipping.
+    gradient_norm: list[float | None] = field(default_factory=list)
+    weight_norm: list[float | None] = field(default_factory=list)
+    update_norm: list[float | None] = field(default_factory=list)
+    # Root of the mean square of the layer's output.
+    activation_rms: list[float | None] = field(default_factory=list)
+    max_logit: list[float | None] = field(default_factory=list)
+
+    def largest(self, name: str) -> tuple[int, float, float | None] | None:
+        """Layer, value and ratio to the median of all layers, where the list `name` is highest; None without one. Of
+        `activation_rms`, which adds up from layer to layer: where it grows most, and by which factor."""
+        values = [(i, v) for i, v in enumerate(getattr(self, name)[:-1]) if v is not None]
+        if not values:
+            return None
+        if name == "activation_rms":
+            pairs = itertools.pairwise(values)
+            growth = [(after / before, i, after) for (_, before), (i, after) in pairs if before]
+            ratio, layer, value = max(growth, default=(None, *values[0]))
+            return layer, value, ratio
+        layer, value = max(values, key=lambda pair: pair[1])
+        median = statistics.median(v for _, v in values)
+        return layer, value, value / median if median > 0 else None
+
+    def describe(self) -> str:
+        """The quantity in which one layer stands out most comes first; the largest logit needs no comparison."""
+        names = ("gradient_norm", "weight_norm", "update_norm", "activation_rms")
+        entries = [(name, entry) for name in names if (entry := self.largest(name)) is not None]
+        parts = [
+            f"{name.replace('_', ' ')} {value:.3g} (layer {layer}{'' if ratio is None else f', x{ratio:.1f}'})"
+            for name, (layer, value, ratio) in sorted(entries, key=lambda item: -(item[1][2] or 0.0))
+        ]
+        if (logit := self.largest("max_logit")) is not None:
+            parts.append(f"largest logit {logit[1]:.3g} (layer {logit[0]})")
+        return f"layers at step {self.step}: {', '.join(parts) or 'not measured'}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSkipped(
     StepEvent,
     event="skipped",
@@ -312,6 +361,37 @@ class Hang(
     seconds: float | None = None
     where: str | None = None
     step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoads(
+    StepEvent,
+    event="expert_loads",
+    meaning="tokens of each expert in the step's batch, by layer, in percent of the layer's mean; sampled",
+):
+    percent: Any = None
+
+    def rows(self) -> dict[str, list[float]]:
+        """Layer -> load of each expert; only what can be right, all of one length."""
+        layers = self.percent.items() if isinstance(self.percent, dict) else ()
+        rows = {
+            str(layer): loads
+            for layer, loads in layers
+            if isinstance(loads, list) and loads and all(known_float(load) is not None for load in loads)
+        }
+        length = max(map(len, rows.values()), default=0)
+        return {layer: loads for layer, loads in rows.items() if len(loads) == length}
+
+    def describe(self) -> str:
+        peaks = [(max(loads), loads.index(max(loads)), layer) for layer, loads in self.rows().items()]
+        if not peaks:
+            return "loads of experts: unknown"
+        unused = sum(load == 0 for loads in self.rows().values() for load in loads)
+        load, expert, layer = max(peaks)
+        return (
+            f"loads of experts at step {self.step}: up to {load / 100:.2f} x the mean (expert {expert} of layer {layer}), "
+            f"{unused} unused"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

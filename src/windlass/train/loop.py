@@ -199,7 +199,9 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
             tokens, documents = next(batches)
             each(hooks, "on_step_begin", training)
             lr = learning_rate(recipe.optim, *plan.schedule_position(progress.step, progress.tokens))
-            result = training.stepper.step(tokens, documents, lr)
+            every = recipe.train.instruments
+            measure = {"measure": True} if every and (progress.step + 1) % every == 0 else {}
+            result = training.stepper.step(tokens, documents, lr, **measure)
             result.data_seconds = batches.wait_seconds
             progress.advance(plan)
             if progress.step % recipe.train.gc_every == 0:

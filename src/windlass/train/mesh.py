@@ -27,6 +27,8 @@ class World:
     mesh: DeviceMesh | None = None
     # The same ranks with the context axis apart, for its collectives.
     context_mesh: DeviceMesh | None = None
+    # The same ranks as the weights of experts are divided: pipeline x copies x shards x expert x tensor ranks.
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -76,6 +78,7 @@ class World:
         return Meshes(
             tensor=self.mesh["tp"] if self.mesh is not None and self.layout.tensor > 1 else None,
             context=None if self.context_mesh is None else self.context_mesh["cp"],
+            expert=None if self.expert_mesh is None else self.expert_mesh[("ep", "tp")[: 1 + (self.layout.tensor > 1)]],
         )
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +145,12 @@ def open_world(layout: Layout, place: Place, device: str, timeout_seconds: float
     if layout.context > 1:
         shape = (layout.pipeline, layout.data, layout.context, layout.tensor)
         context_mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    return World(place, torch_device, layout, mesh, context_mesh)
+    expert_mesh = None
+    if layout.expert > 1:
+        part = layout.for_experts
+        sizes = (layout.pipeline, part.replicas // part.shard_size, part.shard_size, layout.expert, layout.tensor)
+        expert_mesh = init_device_mesh(device, sizes, mesh_dim_names=("pp", "rep", "fsdp", "ep", "tp"))
+    return World(place, torch_device, layout, mesh, context_mesh, expert_mesh)
 
 
 def leave() -> None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,18 @@ from torch import Tensor
 
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
-from windlass.runs.events import StepSkipped
+from windlass.runs.events import ExpertLoads, LayersMeasured, StepSkipped
 from windlass.runs.metrics import MetricsLine
 from windlass.train.guard import OK, SKIP_REASONS
 from windlass.train.hooks import Hook, Training, each
+from windlass.train.instruments import Instruments
 from windlass.train.step import StepResult
 from windlass.train.validate import Validation
 
 # Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once.
 LAG = 2
+# Times in a run that the load of every expert is written down: 128 experts in 94 layers take 50 kB each time.
+SAMPLES = 40
 # What each rank contributes to a line, as floats; NaN: not measured.
 RANK_FIELDS = ("memory", "forward", "joules", "watts", "utilization", "training_joules")
 
@@ -56,6 +60,8 @@ class PendingStep:
     values: Tensor
     ready: torch.cuda.Event | None
     logged: PendingLine | None
+    # Host copy of `result.layers`, complete when `ready` is.
+    layers: Tensor | None
 
 
 class EnergyPerToken:
@@ -114,8 +120,8 @@ class Recorder(Hook):
 
     def on_step_end(self, training: Training, result: StepResult) -> None:
         cuda = training.world.cuda
-        values = torch.empty(result.values.shape, dtype=result.values.dtype, pin_memory=cuda)
-        values.copy_(result.values.detach(), non_blocking=True)
+        values = _sent_to_host(result.values)
+        layers = None if result.layers is None else _sent_to_host(result.layers)
         ready = torch.cuda.Event() if cuda else None
         if ready is not None:
             ready.record()
@@ -124,7 +130,7 @@ class Recorder(Hook):
         now, line = time.time(), None
         if training.step % training.recipe.train.log_every == 0 or training.step == training.plan.steps:
             line = self._start_line(training, result)
-        self.pending.append(PendingStep(training.step, training.tokens, now, result, values, ready, line))
+        self.pending.append(PendingStep(training.step, training.tokens, now, result, values, ready, line, layers))
         self.drain(training, LAG if cuda else 0)
 
     def on_eval(self, training: Training, validation: Validation) -> None:
@@ -166,6 +172,10 @@ class Recorder(Hook):
                         f"{self.skipped_in_a_row} steps in a row up to step {item.step} were skipped "
                         f"({reason}; loss {loss:g}, gradient norm {norm:g})"
                     )
+            if item.layers is not None and training.world.is_main:
+                columns = [[v if math.isfinite(v) else None for v in column] for column in item.layers.T.tolist()]
+                measured: dict[str, Any] = dict(zip(Instruments.NAMES, columns, strict=True))
+                training.run.record(LayersMeasured(step=item.step, **measured))
             if item.logged is None:
                 continue
             line = self._line(training, item, item.logged)
@@ -176,6 +186,11 @@ class Recorder(Hook):
                 line.dropped_tokens = 0
             line.extra, self.validation = {**dict(zip(names, further, strict=True)), **self.validation}, {}
             if training.world.is_main:
+                if item.result.expert_loads is not None and is_sampled(item.step, item.logged.steps, training):
+                    loads = item.result.expert_loads.cpu()
+                    percent = (100.0 * loads / loads.mean(1, keepdim=True)).round().int().tolist()
+                    layers = training.stepper.routers.layers
+                    training.run.record(ExpertLoads(step=item.step, percent=dict(zip(layers, percent, strict=True))))
                 training.run.record_metrics(line)
                 each(self.listeners, "on_log", training, line.as_dict())
 
@@ -245,6 +260,18 @@ class Recorder(Hook):
             record.slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
             record.spread_seconds = max(forward.values()) - min(forward.values())
         return record
+
+
+def is_sampled(step: int, since_last_line: int, training: Training) -> bool:
+    """Whether a line has the loads of experts beside it: about SAMPLES of a run, and the last."""
+    interval = max(1, training.plan.steps // SAMPLES)
+    return step // interval > (step - since_last_line) // interval or step == training.plan.steps
+
+
+def _sent_to_host(values: Tensor) -> Tensor:
+    """A copy in host memory that is complete when the device gets there."""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return copy.copy_(values.detach(), non_blocking=True)
 
 
 def memory_bytes(device: torch.device) -> int:

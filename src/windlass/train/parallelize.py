@@ -13,9 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from windlass.blocks import block_part
 from windlass.blocks.attention.kernels import attention_core
+from windlass.blocks.divide import Meshes
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
 from windlass.blocks.head.preference import preference_loss
@@ -23,7 +25,7 @@ from windlass.blocks.head.spec import choose_loss
 from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.norm import parallel as parallel_norm
 from windlass.config import Recipe
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, TrainError
 from windlass.layout.stages import GRADIENT_BYTES, gradient_buckets, stages, stages_of_rank
 from windlass.layout.types import GradientSync, StepSpec
 from windlass.models.decoder import DecoderModel, Layer
@@ -78,6 +80,7 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             if block.core is not None:
                 block.core = attention_core(step.attention)
             block.fused = step.fused_projections
+        module.resets_positions = recipe.data.reset_positions
         if world.layout.context > 1:
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)
@@ -135,9 +138,9 @@ def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World,
 
 
 def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective: str) -> None:
-    """Tensor and context parallelism, block by block."""
+    """Tensor, context and expert parallelism, block by block."""
     meshes = world.block_meshes
-    if meshes.tensor is None and meshes.context is None:
+    if meshes == Meshes():
         return
     if meshes.tensor is not None and objective != "next_token":
         raise ConfigError(
@@ -171,6 +174,7 @@ def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> Non
 
 
 def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
+    import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 
@@ -178,15 +182,26 @@ def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: li
     # so a warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
     compiler.cache_key_tag = f"attention={step.attention}"
     functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
+    exchanges = world.layout.expert > 1
+    # A graph for each kind of layer and for the first one, in training and in evaluation with and without documents.
+    kinds = len({layer.spec for layer in module.typed_layers()}) + 1
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * kinds)
     for layer in module.layer_modules():
         # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in
-        # evaluation.
-        layer.compile(fullgraph=isinstance(layer, Layer), dynamic=False)
+        # evaluation. Only the rows that experts exchange are of any number; the exchange itself cuts the graph.
+        parts = [layer]
+        if exchanges and step.recompute == "full" and isinstance(layer, Layer):
+            # A graph that is computed again cannot be cut; its blocks can.
+            parts = [*layer.pre_norms(), *layer.post_norms(), *layer.blocks()]
+        for part in parts:
+            part.compile(fullgraph=isinstance(layer, Layer) and not exchanges, dynamic=False)
         if isinstance(layer, Layer):  # with recomputation it would have to keep two tensors instead of one
             layer.carries = step.recompute == "none"
     if module.norm is not None and world.layout.tensor == 1:
         module.norm.compile(fullgraph=True, dynamic=False)
     notes.append("compile: each layer (train.compile)" if asked else "compile: each layer (running on a GPU)")
+    if exchanges and step.recompute == "selective":
+        notes.append("compile: not the layers with experts (layout.expert with selective recomputation)")
 
 
 def check_compile(step: StepSpec) -> None:
@@ -208,6 +223,7 @@ def shard_parameters(module: DecoderModel, step: StepSpec, world: World, notes: 
         "mesh": world.mesh["fsdp"] if world.copies == 1 else world.mesh["rep", "fsdp"],
         "mp_policy": MixedPrecisionPolicy() if step.precision == "fp32" else bf16,
         "offload_policy": CPUOffloadPolicy(pin_memory=world.cuda) if offloaded else OffloadPolicy(),
+        "shard_placement_fn": shard_placement(world),
     }
     # Under a pipeline every micro-batch would gather the weights again, so they stay until the step is done.
     reshard = layout.shard in ("full", "hybrid") and layout.pipeline == 1
@@ -234,6 +250,41 @@ def shard_parameters(module: DecoderModel, step: StepSpec, world: World, notes: 
                 part.set_force_sum_reduction_for_comms(True)
 
 
+def shard_placement(world: World) -> Callable[[nn.Parameter], Any]:
+    """How FSDP divides a parameter. Stacked experts whose number does not divide evenly are divided inside, or some
+    ranks would hold one more than others, and most none. Those of expert parallelism have their own mesh: gradients are
+    summed only over ranks that hold the same ones, because the exchange has brought all rows to them."""
+    on_expert_mesh: Callable[[Shard], Any] | None = None
+    if (mesh := world.expert_mesh) is not None:
+        try:
+            from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp
+
+            result = fsdp.ShardPlacementResult
+        except (ImportError, AttributeError):
+            raise TrainError(
+                "train.expert-needs-torch",
+                f"layout.expert ({world.layout.expert}) needs torch 2.12 or later, and this is {torch.__version__}",
+                hint="install a newer torch, or set layout.expert = 1",
+            ) from None
+        info: Any = fsdp.FSDPMeshInfo(mesh["fsdp"], shard_mesh_dim=0)
+        if mesh["rep"].size() > 1:
+            info = fsdp.HSDPMeshInfo(mesh["rep", "fsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+        on_expert_mesh = partial(result, mesh_info=info)
+
+    def place(parameter: nn.Parameter) -> Any:
+        shape = local_tensor(parameter).shape
+        if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+            assert on_expert_mesh is not None
+            return on_expert_mesh(even_shard(shape, world.layout.expert_shard_size))
+        return None if len(shape) < 3 else even_shard(shape, world.layout.shard_size)
+
+    return place
+
+
+def even_shard(shape: torch.Size, shards: int) -> Shard:
+    return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
+
+
 def set_sync(module: nn.Module, sync: GradientSync, last: bool) -> None:
     """Tell FSDP what to do after this micro-batch's backward pass."""
     if not isinstance(module, FSDPModule):
@@ -254,8 +305,9 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
         def _post_metadata_inference_cleanup(self) -> None:
             """Before its first batch a schedule runs each stage once to learn its shapes; that does not count."""
             super()._post_metadata_inference_cleanup()
-            for block in cast(DecoderModel, self.submod).blocks():
-                block.clear_counts()
+            module = cast(DecoderModel, self.submod)
+            for counter in (*module.blocks(), *(() if module.observer is None else (module.observer,))):
+                counter.clear_counts()
 
     assert world.mesh is not None
     pipeline_stages = [

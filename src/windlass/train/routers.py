@@ -22,12 +22,12 @@ class Routers:
             if isinstance(branch.block, ExpertsSpec)
         }
         # The layers with experts of all pipeline stages, each a row of sums; all have one size.
-        layers, self.spec = list(specs), next(iter(specs.values()), None)
-        self.shape = (len(layers), 0 if self.spec is None else self.spec.count + 2)
+        self.layers, self.spec = list(specs), next(iter(specs.values()), None)
+        self.shape = (len(self.layers), 0 if self.spec is None else self.spec.count + 2)
         self.blocks = {
-            layers.index(int(key)): block
+            self.layers.index(int(key)): block
             for module in parts.modules
-            for key, layer in (module.layers.items() if layers else ())
+            for key, layer in (module.layers.items() if self.layers else ())
             for block in layer.children()
             if isinstance(block, Experts)
         }
@@ -50,11 +50,12 @@ class Routers:
         return sums.flatten()
 
     @torch.no_grad()
-    def finish(self, sums: Tensor, is_good: Tensor) -> tuple[Tensor, ...]:
+    def finish(self, sums: Tensor, is_good: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Move the biases by the sums of all ranks. Returns, over all layers: the highest load of an expert relative to
-        the mean, the mean entropy of the routers in nats, and the sum of the auxiliary losses."""
+        the mean, the mean entropy of the routers in nats, and the sum of the auxiliary losses; and the loads themselves,
+        in rows of each expert (layers, experts)."""
         if self.spec is None:
-            return ()
+            return (), None
         sums = sums.view(self.shape)
         loads = sums[:, : self.spec.count]
         for row, block in self.blocks.items():
@@ -62,4 +63,4 @@ class Routers:
         # A layer that is computed again counts its tokens twice, in every sum.
         tokens = loads.sum(1) / self.spec.top_k
         entropy, losses = (sums[:, -2:] / tokens[:, None]).unbind(1)
-        return (loads.amax(1) / loads.mean(1)).amax(), entropy.mean(), losses.sum()
+        return ((loads.amax(1) / loads.mean(1)).amax(), entropy.mean(), losses.sum()), loads

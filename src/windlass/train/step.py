@@ -18,13 +18,17 @@ from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
 from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
+from windlass.train.capture import Replayed, obstacle
 from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
+from windlass.train.instruments import AttentionLogits, Instruments, QKClip
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 from windlass.train.routers import Routers
 
+# Values of a gradient from which on a kernel of its own is faster.
+LARGE = 2**24
 # A moment, at no cost while training: an event on a GPU, which is read later; elsewhere seconds of the host's clock.
 Mark = torch.cuda.Event | float
 
@@ -36,10 +40,15 @@ class StepResult:
 
     values: Tensor
     lr: float
-    # Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline.
+    # Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline, and where
+    # the passes are a CUDA graph.
     forward: list[tuple[Mark, Mark]] | None
     # How long the step waited for its batch.
     data_seconds: float = 0.0
+    # Rows of each expert in the batch (layers with experts, experts).
+    expert_loads: Tensor | None = None
+    # What `Instruments.finish` measured, in a step that was asked for it.
+    layers: Tensor | None = None
     # Names of further means that the objective reports, at the end of `values`.
     further: tuple[str, ...] = ()
 
@@ -76,34 +85,77 @@ class Stepper:
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
         self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
+        train, qk_clip = recipe.train, recipe.optim.qk_clip
+        self.logits = AttentionLogits(parts, world) if train.instruments or qk_clip else None
+        self.qk_clip = QKClip(self.logits, optimizer, qk_clip) if self.logits is not None and qk_clip else None
+        self.instruments = Instruments(parts, optimizer, world, self.replication) if train.instruments else None
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
+        self.replayed: Replayed | None = None
+        if recipe.train.capture:
+            reason = obstacle(recipe, spec, world)
+            parts.notes.append(
+                f"capture: {'passes and update of a step are CUDA graphs' if not reason else f'off, {reason}'}"
+            )
+            if reason is None:
+                self.replayed = Replayed(self._passes_and_gradients)
+                optimizer.updates = optimizer.updates if optimizer.rounds else Replayed(optimizer.updates)
 
-    def step(self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float) -> StepResult:
-        """One optimizer step on this rank's sequences (n, seq_len + 1)."""
+    def step(
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float, *, measure: bool = False
+    ) -> StepResult:
+        """One optimizer step on this rank's sequences (n, seq_len + 1); `measure`: look at every layer."""
+        instruments = self.instruments if measure else None
+        if instruments is not None:
+            instruments.begin()
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
         (loss, norm, auxiliary), further, routed = self._reduce()
         self.beat("update")
         scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
         reason = self.guard.judge(loss, norm)
+        if instruments is not None:
+            instruments.before_update()
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
-        routing = self.routers.finish(routed, reason == 0)
+        layers = None
+        if self.logits is not None and (self.qk_clip is not None or instruments is not None):
+            largest = self.logits.largest()
+            if self.qk_clip is not None:
+                self.qk_clip.apply(largest, reason == 0)
+            layers = None if instruments is None else instruments.finish(largest)
+        routing, loads = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
         values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing, *further))
-        return StepResult(values, lr, forward, further=self.further)
+        return StepResult(values, lr, forward, layers=layers, expert_loads=loads, further=self.further)
 
     def gradients(
         self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
     ) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
+        if self.replayed is None:
+            return self._run_passes(tokens, documents)
+        self.beat("forward")
+        self._sums[:], gradients = self.replayed(cast(Tensor, tokens))
+        for slot, gradient in zip(self.optimizer.slots, gradients, strict=True):
+            slot.parameter.grad = gradient
+        return None
+
+    def _passes_and_gradients(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        self._run_passes(tokens, None)
+        return list(self._sums), [slot.parameter.grad for slot in self.optimizer.slots]
+
+    def _run_passes(
+        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
+    ) -> list[tuple[Mark, Mark]] | None:
         self._sums.clear()
         self.routers.clear()
+        if self.logits is not None:
+            self.logits.clear()
         if isinstance(tokens, ExampleBatch):
             self.scale = 1.0 / tokens.counted
             return self._run_micro_batches(tokens.micro_batches)
@@ -194,8 +246,7 @@ class Stepper:
         for count in sorted(set(self.replication)):  # each number counts once over all ranks that hold it
             held = [local_tensor(g) for g, copies in zip(gradients, self.replication, strict=True) if copies == count]
             if group := [gradient for gradient in held if gradient.numel()]:
-                norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))
-                square = square + norms.to(device).square().sum() / count
+                square = square + norms(group).to(device).square().sum() / count
         sums = torch.zeros(2 + len(self.further), device=device)
         if self._sums and self.world.counts_loss:
             sums = torch.stack(self._sums).sum(0) * self.scale
@@ -203,6 +254,13 @@ class Stepper:
         count = len(own)
         total, further, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3, count))
         return torch.stack((total[0], total[1].sqrt(), total[2])), further, routed
+
+
+def norms(gradients: list[Tensor]) -> Tensor:
+    """Of each, in fp32. Large ones alone: torch reads a list at 2.1 TB/s on an H200, one tensor at 3.5."""
+    small, large = ([g for g in gradients if (g.numel() >= LARGE) == is_large] for is_large in (False, True))
+    together = torch._foreach_norm(small, 2, dtype=torch.float32) if small else ()
+    return torch.stack((*together, *(torch.linalg.vector_norm(g, dtype=torch.float32) for g in large)))
 
 
 def replication(parameter: Any, world: World) -> float:
@@ -213,7 +271,7 @@ def replication(parameter: Any, world: World) -> float:
 
 
 def mark(cuda: bool) -> Mark:
-    if not cuda:
+    if not cuda or torch.cuda.is_current_stream_capturing():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -1,4 +1,4 @@
-"""Attention against scores written out: groups of heads, windows, documents, blocks of queries, caps."""
+"""Attention against scores written out: groups of heads, windows, documents, blocks of queries, caps, sinks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from windlass.blocks.attention.kernels import QUERY_BLOCK, Scores, causal_attention, expand_heads, needs_expanded_heads
+from windlass.blocks.attention.kernels import (
+    QUERY_BLOCK,
+    Scores,
+    block_mask,
+    block_masked_attention,
+    causal_attention,
+    expand_heads,
+    needs_expanded_heads,
+)
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, numbers: torch.Tensor, start: int):  # type: ignore[no-untyped-def]
+def written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, numbers: torch.Tensor, start: int, sinks=None
+):  # type: ignore[no-untyped-def]
     k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     score = q @ k.transpose(-1, -2) * (scores.scale or q.shape[-1] ** -0.5)
     if scores.softcap:
@@ -17,7 +27,10 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Score
     key, query = torch.arange(k.shape[2]), start + torch.arange(q.shape[2])[:, None]
     visible = (key <= query) & (query - key < (scores.window or k.shape[2]))
     visible = visible & (numbers[:, None, start : start + q.shape[2], None] == numbers[:, None, None, : k.shape[2]])
-    return score.masked_fill(~visible, float("-inf")).softmax(-1) @ v
+    score = score.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return score.softmax(-1) @ v
+    return score.exp() @ v / (score.exp().sum(-1, keepdim=True) + sinks.exp()[:, None, None])
 
 
 @pytest.mark.parametrize(
@@ -41,6 +54,39 @@ def test_blocks_of_queries_give_what_all_scores_give(
     numbers = torch.tensor([[0] * 14 + [1] * 17, [0] * 20 + [1] * 11]) if documents else torch.zeros(2, 31)
     out = causal_attention(q, k, v, scores, numbers if documents else None, start=start)
     assert torch.allclose(out, written_out(q, k, v, scores, numbers, start), atol=1e-6)
+
+
+@pytest.mark.parametrize(("window", "start"), [(0, 0), (7, 0), (7, 9)])
+def test_a_sink_takes_a_share_of_the_attention(monkeypatch: pytest.MonkeyPatch, window: int, start: int) -> None:
+    monkeypatch.setattr("windlass.blocks.attention.kernels.QUERY_BLOCK", 8)
+    torch.manual_seed(0)
+    q, k, v, sinks = (
+        torch.randn(2, 6, 31 - start, 4),
+        torch.randn(2, 2, 31, 4),
+        torch.randn(2, 2, 31, 4),
+        torch.randn(6),
+    )
+    numbers = torch.tensor([[0] * 14 + [1] * 17, [0] * 20 + [1] * 11])
+    out = causal_attention(q, k, v, Scores(window=window), numbers, sinks, start=start)
+    assert torch.allclose(out, written_out(q, k, v, Scores(window=window), numbers, start, sinks), atol=1e-6)
+
+
+@pytest.mark.parametrize(("window", "width", "sinks"), [(0, 4, True), (7, 4, True), (0, 8, False)])
+def test_one_kernel_with_a_mask_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch, window: int, width: int, sinks: bool
+) -> None:
+    """As on a GPU, without its compiler; values may be wider than keys."""
+    monkeypatch.setattr("windlass.blocks.attention.kernels._compiled", lambda function: function)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 64, 4), torch.randn(2, 2, 64, 4), torch.randn(2, 2, 64, width)
+    scores, numbers, sink = (
+        Scores(window=window),
+        torch.arange(64).expand(2, 64) // 20,
+        torch.randn(6) if sinks else None,
+    )
+    mask = block_mask(window, 64, numbers, torch.device("cpu"))
+    out = block_masked_attention(q, k, v, scores, mask, sink)
+    assert torch.allclose(out, causal_attention(q, k, v, scores, numbers, sink), atol=1e-6)
 
 
 def test_the_square_of_positions_never_exists(monkeypatch: pytest.MonkeyPatch) -> None:

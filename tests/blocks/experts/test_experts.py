@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from windlass.blocks.base import BlockContext
 from windlass.blocks.experts.module import Experts, within_best_groups
+from windlass.blocks.experts.rows import sorted_by_expert
 from windlass.blocks.experts.spec import ExpertsSpec
+from windlass.config.model import ExpertsConfig
 from windlass.layout.types import Layout, StepSpec
 
 SIZES: dict[str, Any] = {"width": 16, "hidden": 12, "count": 8, "top_k": 3}
@@ -34,16 +36,25 @@ def one_token(block: Experts, x: torch.Tensor) -> torch.Tensor:
     weights = (weights / weights.sum() if spec.renormalise else weights) * spec.scale
     out = x.new_zeros(spec.width)
     for weight, expert in zip(weights, chosen.tolist(), strict=True):
-        out = out + weight * (block.w2[expert] @ (F.silu(block.w1[expert] @ x) * (block.w3[expert] @ x)))
-    if block.shared is not None:
-        shared = block.shared
+        if block.w3 is None:
+            out = out + weight * (block.w2[expert] @ F.relu(block.w1[expert] @ x).square())
+        else:
+            out = out + weight * (block.w2[expert] @ (F.silu(block.w1[expert] @ x) * (block.w3[expert] @ x)))
+    if (shared := block.shared) is not None and shared.w3 is None:
+        out = out + shared.w2.weight @ F.relu(shared.w1.weight @ x).square()
+    elif shared is not None:
         out = out + shared.w2.weight @ (F.silu(shared.w1.weight @ x) * (shared.w3.weight @ x))
     return out
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"router": "sigmoid", "scale": 2.5, "shared_hidden": 20}, {"renormalise": False, "top_k": 8}],
+    [
+        {},
+        {"router": "sigmoid", "scale": 2.5, "shared_hidden": 20},
+        {"renormalise": False, "top_k": 8},
+        {"activation": "relu2", "shared_hidden": 20},
+    ],
     ids=str,
 )
 def test_each_token_meets_its_experts(changes: dict[str, Any]) -> None:
@@ -59,6 +70,12 @@ def test_each_token_meets_its_experts(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(out, alone, rtol=1e-5, atol=1e-5)
     for gradient, parameter in zip(gradients, (x, *block.parameters()), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [8, 256, 300])
+def test_rows_are_sorted_by_expert_and_keep_their_order(count: int) -> None:
+    chosen = torch.randint(0, count, (400, 3))
+    assert torch.equal(sorted_by_expert(chosen, count), chosen.flatten().argsort(stable=True))
 
 
 def test_losses_enter_the_backward_pass_and_are_those_of_each_sequence() -> None:
@@ -89,8 +106,17 @@ def test_losses_enter_the_backward_pass_and_are_those_of_each_sequence() -> None
     assert torch.equal(block.statistics, before), "validation is not counted"
 
 
+def test_a_bias_and_a_loss_balance_together() -> None:
+    both = ExpertsConfig(count=8, top_k=2, balance="both", balance_weight=1e-4)
+    assert (both.loss_strength, both.bias_strength) == (1e-4, 1e-3)
+    assert ExpertsConfig(count=8, top_k=2, balance="bias", balance_weight=0.01).bias_strength == 0.01
+    block, x = make_block(balance_strength=0.5, bias_step=0.01), torch.randn(3, 6, 16)
+    block(x, CONTEXT)
+    assert block.bias is not None and block.statistics[-1] > 0
+
+
 def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
-    block = make_block(balance="bias", balance_strength=0.01, router="sigmoid", renormalise=False)
+    block = make_block(bias_step=0.01, router="sigmoid", renormalise=False)
     tokens = torch.randn(10, 16)
     scores = (tokens @ block.router.t()).sigmoid()
     assert block.bias is not None
@@ -128,3 +154,7 @@ def test_costs_count_what_a_token_meets() -> None:
     # Routing, three copies of the token, and gate, up and their product.
     assert spec.kept_bytes(step, layout) == (8 * 8 + 28 * 3) + 2 * 3 * 16 + 2 * 3 * (3 * 12 + 20)
     assert spec.divides("tensor") == (("model.experts.ffn", 12), ("model.experts.shared_ffn", 20))
+    ungated = ExpertsSpec(**SIZES, shared_hidden=20, activation="relu2")
+    assert sum(ungated.params().values()) == 2 * 8 * 16 * 12 + 8 * 16 + 2 * 16 * 20
+    assert ungated.active_params() == 2 * 3 * 16 * 12 + 8 * 16 + 2 * 16 * 20
+    assert ungated.kept_bytes(step, layout) == (8 * 8 + 28 * 3) + 2 * 3 * 16 + 2 * 2 * (3 * 12 + 20)

@@ -14,6 +14,7 @@ from tests.small_recipe import recipe_tables
 from windlass.cli.sweep import sweep as command
 from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep, with_goal
+from windlass.config.toml_text import to_toml
 from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
 from windlass.figures.sweep import best_first, cells, shown_columns
@@ -21,7 +22,7 @@ from windlass.files import write_json
 from windlass.launch.executor import JobState
 from windlass.launch.sweep.execute import choose_points, run_points
 from windlass.launch.sweep.expect import expect_all, oom_chance, use_nearest_batches
-from windlass.launch.sweep.folder import SweepRun, open_sweep_folder, to_toml
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.outcome import classify, parse_only
 from windlass.launch.sweep.pack import make_packs
 from windlass.launch.sweep.points import make_points

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ class Scores:
     softcap: float = 0.0
 
 
-# Queries, keys, values, scores, and the document number of each key's position (None: one document).
-AttentionCore = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
+# Queries, keys, values, scores, the document number of each key's position (None: one document), and the sink of each
+# head (None: there are none).
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None, Tensor | None], Tensor]
 
 
 def causal_attention(
@@ -37,26 +38,30 @@ def causal_attention(
     v: Tensor,
     scores: Scores = Scores(),
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     start: int = 0,
 ) -> Tensor:
     """q is (batch, heads, time, head_dim) and begins at position `start` of the keys; k and v may have fewer heads.
 
     What a plain causal kernel cannot do runs in blocks of queries, each over the keys that it can reach."""
-    masked = documents is not None or 0 < scores.window < k.shape[2] or start > 0 or scores.softcap > 0
+    masked = documents is not None or 0 < scores.window < k.shape[2] or start > 0
+    masked = masked or scores.softcap > 0 or sinks is not None
     if needs_expanded_heads(q.device.type, q.dtype, q.shape[1] != k.shape[1], masked):
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
     if not masked:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=scores.scale)
     blocks = [
-        attend_block(block, k, v, scores, documents, start + QUERY_BLOCK * number)
+        attend_block(block, k, v, scores, documents, sinks, start + QUERY_BLOCK * number)
         for number, block in enumerate(q.split(QUERY_BLOCK, dim=2))
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None, start: int) -> Tensor:
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None, sinks: Tensor | None, start: int
+) -> Tensor:
     """Attention of queries that begin at position `start` over the keys that they can reach."""
     end = start + q.shape[2]
     first = max(0, start - scores.window + 1) if scores.window else 0
@@ -68,20 +73,27 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Ten
         mask = (key <= query) & (query - key < scores.window) if scores.window else key <= query
         if documents is not None:
             mask = (mask & (documents[:, start:end, None] == documents[:, None, first:end])).unsqueeze(1)
-    if scores.softcap:
-        return weighted_values(q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]), scores, mask)
+    if scores.softcap or sinks is not None:
+        sinks = None if sinks is None else sinks[:, None, None]
+        return weighted_values(q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]), scores, mask, sinks)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scores.scale)
 
 
-def weighted_values(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
-    """Attention operation by operation, with the probabilities in fp32."""
+def weighted_values(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention operation by operation, with the probabilities in fp32. `sinks` has the heads where the scores have
+    them, and one key."""
     score = (q @ k.transpose(-1, -2)).float() * (scores.scale or q.shape[-1] ** -0.5)
     if scores.softcap:
         score = scores.softcap * torch.tanh(score / scores.softcap)
     if mask is not None:
         score = score.masked_fill(~mask, float("-inf"))
-    return score.softmax(-1).to(v.dtype) @ v
+    if sinks is None:
+        return score.softmax(-1).to(v.dtype) @ v
+    score = torch.cat((score, sinks.float().expand(*score.shape[:-1], 1)), dim=-1)
+    return score.softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 def block_mask(window: int, length: int, documents: Tensor | None, device: torch.device) -> BlockMask:
@@ -98,22 +110,22 @@ def block_mask(window: int, length: int, documents: Tensor | None, device: torch
     return mask
 
 
-def block_masked_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: BlockMask) -> Tensor:
-    """One kernel for windows, documents and caps, which skips the blocks that the mask hides."""
+def block_masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: BlockMask, sinks: Tensor | None = None
+) -> Tensor:
+    """One kernel for windows, documents, caps and sinks, which skips the blocks that the mask hides."""
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return scores.softcap * torch.tanh(score / scores.softcap)
 
-    out: Tensor = _compiled(flex_attention)(
-        q,
-        k,
-        v,
-        score_mod=capped if scores.softcap else None,
-        block_mask=mask,
-        scale=scores.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out
+    options = {"block_mask": mask, "scale": scores.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    attend = partial(_compiled(flex_attention), q, k, v, score_mod=capped if scores.softcap else None, **options)
+    if sinks is None:
+        out: Tensor = attend()
+        return out
+    out, log_sums = attend(return_lse=True)
+    # The sink is one more term of the sum that the kernel divided by.
+    return out * torch.sigmoid(log_sums - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
 
 
 @cache
@@ -167,10 +179,13 @@ def attention_core(name: str) -> AttentionCore:
     return flash3_attention
 
 
-def flash3_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None = None) -> Tensor:
-    """FlashAttention 3 wants (batch, time, heads, dim); packed documents go through torch's masked kernel."""
-    if documents is not None:
-        return causal_attention(q, k, v, scores, documents)
+def flash3_attention(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """FlashAttention 3 wants (batch, time, heads, dim); documents, sinks and values of another width than the keys go
+    through torch's kernels."""
+    if documents is not None or sinks is not None or q.shape[-1] != v.shape[-1]:
+        return causal_attention(q, k, v, scores, documents, sinks)
     from flash_attn_interface import flash_attn_func
 
     out = flash_attn_func(

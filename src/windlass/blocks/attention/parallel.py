@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.blocks.attention.kernels import Scores, causal_attention
 from windlass.blocks.attention.module import Attention
-from windlass.blocks.divide import Meshes, divide_columns_then_rows, gather_with_gradient
+from windlass.blocks.divide import Meshes, by_rows, divide_columns_then_rows, gather_with_gradient
 from windlass.blocks.norm import parallel as parallel_norm
 
 
@@ -20,6 +20,8 @@ def parallelize(block: Attention, meshes: Meshes) -> None:
         block.core = partial(gathered_attention, mesh=meshes.context)
     if meshes.tensor is not None:
         divide_columns_then_rows(block, meshes.tensor, ("wq", "wk", "wv"), "wo")
+        if block.sinks is not None:
+            block.sinks = by_rows(block.sinks, meshes.tensor)
         for norm in (block.q_norm, block.k_norm):
             if norm is not None and block.norms_heads:
                 parallel_norm.parallelize_heads(norm, meshes.tensor)
@@ -28,9 +30,9 @@ def parallelize(block: Attention, meshes: Meshes) -> None:
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None, *, mesh: DeviceMesh
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None, sinks: Tensor | None, *, mesh: DeviceMesh
 ) -> Tensor:
     """Causal attention of this rank's queries over the keys and values of all ranks up to it."""
     start = mesh.get_local_rank() * q.shape[2]
     k, v = (gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, : start + q.shape[2]] for part in (k, v))
-    return causal_attention(q, k, v, scores, documents, start=start)
+    return causal_attention(q, k, v, scores, documents, sinks, start=start)

@@ -18,15 +18,23 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: the limits are rounded to pairs
-    # yarn: cosines and sines are multiplied by this; None: 0.1 ln(factor) + 1.
+    # yarn: cosines and sines are multiplied by this; None: 0.1 ln(factor) + 1, or what the two mscales give.
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     @property
     def amplitude(self) -> float:
         if self.kind != "yarn":
             return 1.0
-        default = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-        return default if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude(1.0)
+
+    def magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

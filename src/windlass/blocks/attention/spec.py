@@ -1,4 +1,4 @@
-"""Sizes and costs of causal attention: grouped heads, rotary positions, windows, norms of queries and keys."""
+"""Sizes and costs of causal attention: grouped heads, rotary positions, windows, norms of queries and keys, sinks."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ class AttentionSpec(BlockSpec):
     kv_heads: int
     head_dim: int
     rope: Rope | None = None  # None: positions are not turned
-    bias: bool = False
+    bias: str = "none"  # none, qkv (queries, keys and values) or all (also the output)
+    sinks: bool = False  # a trained score of each head takes a share of the attention and adds nothing
     window: int = 0  # positions that a query sees, itself included; 0: all earlier ones
     # Norm of queries and keys, over each head or over all heads together.
     qk_norm: str = "none"
@@ -51,8 +52,10 @@ class AttentionSpec(BlockSpec):
     def params(self) -> dict[str, int]:
         query = self.width * self.query_width
         terms = {"query": query, "key and value": 2 * self.width * self.kv_width, "attention output": query}
-        if self.bias:
-            terms["biases"] = self.query_width + 2 * self.kv_width + self.width
+        if self.bias != "none":
+            terms["biases"] = self.query_width + 2 * self.kv_width + (self.width if self.bias == "all" else 0)
+        if self.sinks:
+            terms["sinks"] = self.heads
         if self.qk_norms is not None:
             terms["query and key norms"] = sum(norm.params() for norm in self.qk_norms)
         return terms
@@ -89,6 +92,8 @@ class AttentionSpec(BlockSpec):
         kept = size * (2.0 * self.query_width + 2.0 * keys) + 4.0 * self.heads
         if step.fused_projections or self.qk_norm != "none":
             kept += size * (self.query_width + self.kv_width)
+        if self.sinks:  # what is multiplied with the sinks' share; compiled code computes the product again
+            kept += 4.0 * self.heads + (0.0 if step.compile else size * self.query_width)
         if not step.flash:
             kept += (KEPT_SCORE_BYTES if step.native else 2.0 * size) * self.heads * step.seq_len
         return kept / layout.tensor

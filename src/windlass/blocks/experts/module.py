@@ -12,36 +12,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.blocks.activations import ACTIVATIONS
+from windlass.blocks.activations import gate_function
 from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.divide import own_copy, own_part
-from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product
+from windlass.blocks.experts.rows import SortedRows, SummedRows, grouped_product, memberships, sorted_by_expert
 from windlass.blocks.experts.spec import ExpertsSpec
-from windlass.blocks.initial_values import Filler, residual_filler
+from windlass.blocks.initial_values import Filler
 from windlass.blocks.linear import Linear
 
 
 class Experts(Block):
+    last_weight = "w2"
+    # One row per expert; None without biases.
+    w1_bias: nn.Parameter
+    w2_bias: nn.Parameter
+    w3_bias: nn.Parameter
+
     def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
+        self.spec, self.activated = spec, gate_function(spec.activation, spec.clamp)
         # Not a `Linear`: FP8 would blur which experts are chosen.
         self.router = nn.Parameter(torch.empty(spec.count, spec.width))
         self.w1 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width))
         self.w2 = nn.Parameter(torch.empty(spec.count, spec.width, spec.hidden))
-        self.w3 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width))
+        self.w3 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width)) if spec.gated else None
+        sizes = {"w1_bias": spec.hidden, "w2_bias": spec.width, **({"w3_bias": spec.hidden} if spec.gated else {})}
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(spec.count, size)) if spec.bias else None)
+        self.router_bias = nn.Parameter(torch.empty(spec.count)) if spec.bias else None
         self.shared = SharedExpert(spec) if spec.shared_hidden else None
         self.bias: Tensor | None
-        self.register_buffer("bias", torch.zeros(spec.count) if spec.balance == "bias" else None)
+        self.register_buffer("bias", torch.zeros(spec.count) if spec.bias_step else None)
         # Of the training step so far: rows of each expert, then the sums over tokens of the router's entropy and of the
         # auxiliary losses.
         self.statistics: Tensor
         self.register_buffer("statistics", torch.zeros(spec.count + 2), persistent=False)
         # The sequence divided over tensor-parallel ranks is brought together, and the ranks' parts of the result are
-        # summed and divided again; rows of each expert are summed over context ranks. `parallel.py` sets them.
+        # summed and divided again; rows of each expert are summed over context ranks; rows go to the rank of their
+        # expert. `parallel.py` sets them.
+        self.tensor_ranks = 1
         self.enter: Callable[[Tensor], Tensor] = _unchanged
         self.leave: Callable[[Tensor], Tensor] = _unchanged
         self.sum_loads: Callable[[Tensor], Tensor] = _unchanged
+        self.dispatch: Dispatch = stay
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Buffers stay fp32: bf16 cannot count to 1,000, and would lose the small steps of the bias."""
@@ -54,17 +67,22 @@ class Experts(Block):
         x = self.enter(x)
         tokens = x.flatten(0, 1)
         chosen, weights, loads = self.route(tokens, x.shape[0])
-        order = chosen.flatten().argsort(stable=True)
+        order = sorted_by_expert(chosen, self.spec.count)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        ends = loads.sum(0).cumsum(0).to(torch.int32)
         rows: Tensor = cast(Any, SortedRows).apply(tokens, order, place, self.spec.top_k)
-        hidden = self.activation(grouped_product(rows, own_part(self.w1), ends))
-        hidden = hidden * grouped_product(rows, own_part(self.w3), ends)
+        rows, row_weights, ends, bring_back = self.dispatch(rows, weights.flatten().gather(0, order), loads.sum(0))
+        gate = grouped_product(rows, own_part(self.w1), ends)
+        up = None if self.w3 is None else grouped_product(rows, own_part(self.w3), ends)
+        if self.spec.bias:
+            member = memberships(ends, rows)
+            gate = gate + member @ own_part(self.w1_bias)
+            up = None if up is None else up + member @ own_part(self.w3_bias)
         # Weighted here and not after the last product, whose result need not be kept then.
-        hidden = hidden * weights.flatten().gather(0, order).to(hidden.dtype)[:, None]
-        out: Tensor = cast(Any, SummedRows).apply(
-            grouped_product(hidden, own_part(self.w2), ends), order, place, self.spec.top_k
-        )
+        shares = row_weights.to(rows.dtype)[:, None]
+        down = grouped_product(self.activated(gate, up) * shares, own_part(self.w2), ends)
+        if self.spec.bias:  # every tensor-parallel rank adds its share
+            down = down + (member * shares) @ (own_copy(self.w2_bias) / self.tensor_ranks)
+        out: Tensor = cast(Any, SummedRows).apply(bring_back(down), order, place, self.spec.top_k)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return self.leave(out.view(x.shape))
@@ -72,7 +90,8 @@ class Experts(Block):
     def route(self, tokens: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
         """Experts of each token and their weights, both (tokens, top_k), and rows (sequences, experts) of each."""
         spec = self.spec
-        logits = F.linear(tokens, own_copy(self.router)).float()
+        router_bias = None if self.router_bias is None else own_copy(self.router_bias)
+        logits = F.linear(tokens, own_copy(self.router), router_bias).float()
         scores = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
         ranked = scores.detach() if self.bias is None else scores.detach() + self.bias
         if spec.groups_kept < spec.groups:
@@ -98,7 +117,7 @@ class Experts(Block):
         """Sum over tokens. The balance is that of each sequence, so that it does not depend on how sequences are divided
         into micro-batches: sum over experts of (rows / mean rows) x share of the scores."""
         loss = logits.new_zeros(())
-        if self.spec.balance == "loss":
+        if self.spec.balance_strength:
             relative = loads * (self.spec.count / loads.sum(-1, keepdim=True))
             loss = loss + self.spec.balance_strength * (relative * shares.sum(1)).sum()
         if self.spec.z_loss:
@@ -112,10 +131,10 @@ class Experts(Block):
     def move_bias(self, loads: Tensor, is_good: Tensor) -> None:
         """After a step, by the rows of each expert in the whole batch; nothing where the step was skipped."""
         if self.bias is not None:
-            self.bias.add_(self.spec.balance_strength * is_good * torch.sign(loads.mean() - loads))
+            self.bias.add_(self.spec.bias_step * is_good * torch.sign(loads.mean() - loads))
 
     def filler(self, name: str, std: float, num_layers: int) -> Filler:
-        return residual_filler(name in ("w2", "shared.w2.weight"), std, num_layers)
+        return super().filler(name if name != "shared.w2.weight" else "w2", std, num_layers)
 
 
 class SharedExpert(nn.Module):
@@ -125,12 +144,13 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.w1 = Linear(spec.width, spec.shared_hidden)
         self.w2 = Linear(spec.shared_hidden, spec.width)
-        self.w3 = Linear(spec.width, spec.shared_hidden)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.w3 = Linear(spec.width, spec.shared_hidden) if spec.gated else None
+        self.activated = gate_function(spec.activation, spec.clamp)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """A tensor-parallel rank returns its part of a sum over ranks."""
-        return local_product(self.w2, self.activation(local_product(self.w1, tokens)) * local_product(self.w3, tokens))
+        up = None if self.w3 is None else local_product(self.w3, tokens)
+        return local_product(self.w2, self.activated(local_product(self.w1, tokens), up))
 
 
 def local_product(layer: Linear, x: Tensor) -> Tensor:
@@ -167,6 +187,16 @@ class AddedLoss(torch.autograd.Function):
 
 def _unchanged(x: Tensor) -> Tensor:
     return x
+
+
+# Of sorted rows, their weights and the number of rows of each expert: the rows and weights that this rank's experts
+# multiply, where those of each end, and what brings the results back.
+Dispatch = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]]
+
+
+def stay(rows: Tensor, weights: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """This rank holds all experts."""
+    return rows, weights, counts.cumsum(0).to(torch.int32), _unchanged
 
 
 BLOCK = Experts

@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 
+def sorted_by_expert(chosen: Tensor, count: int) -> Tensor:
+    """Order of the rows, first those of expert 0. A radix sort reads its keys once per byte: 0.06 ms with one byte, 0.13
+    with eight, for 131,072 rows on an H200."""
+    return chosen.flatten().to(torch.uint8 if count <= 256 else torch.int16).argsort(stable=True)
+
+
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Rows (n, inputs), sorted by expert, by the experts' weights (experts, outputs, inputs); those of expert i end at
     ends[i]."""
@@ -14,6 +20,14 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return torch._grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     out: Tensor = looped_product(rows, weights, ends)
     return out
+
+
+def memberships(ends: Tensor, rows: Tensor) -> Tensor:
+    """(rows, experts): 1 where the row is the expert's. Its product with the experts' biases is the bias of each row,
+    without a look-up, whose backward pass would scatter: slow and not repeatable."""
+    places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+    experts = torch.arange(len(ends), device=ends.device)
+    return (torch.searchsorted(ends, places, right=True)[:, None] == experts).to(rows.dtype)
 
 
 # Operators of their own, so that a compiled layer does not see the loop, whose lengths it could not know.

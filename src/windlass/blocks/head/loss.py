@@ -3,6 +3,7 @@
 A target below 0 (`IGNORED`) counts nowhere.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
@@ -42,7 +43,7 @@ def chunked_loss(
 
 
 def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross-entropy and gradient of one chunk's logits; compiled on GPUs, where it becomes one or two kernels."""
+    """Loss, cross-entropy and gradient of one chunk's logits; compiled on GPUs without a kernel of our own."""
     wide = logits.float()
     column = torch.arange(wide.shape[1], device=wide.device)
     wide = torch.where(column < vocab, wide, float("-inf"))
@@ -57,6 +58,11 @@ def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> 
 
 @cache
 def chunk_terms(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    # Not measured on AMD, which has Triton, too.
+    if device_type == "cuda" and torch.version.hip is None and importlib.util.find_spec("triton") is not None:
+        from windlass.blocks.head.kernel import fused_terms
+
+        return fused_terms
     return _chunk_terms if device_type == "cpu" else torch.compile(_chunk_terms, dynamic=False)
 
 
@@ -94,6 +100,6 @@ def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if left.device.type == "cuda" and left.dtype == torch.bfloat16 and torch.version.hip is None:
         if total is None:
             return torch.mm(left.t(), right, out_dtype=torch.float32)
-        return torch.addmm(total, left.t(), right, out_dtype=torch.float32)
+        return torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
     product = (left.t() @ right).float()
     return product if total is None else total.add_(product)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.blocks.activations import ACTIVATIONS
+from windlass.blocks.activations import ACTIVATIONS, gate_function
 from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.divide import LocalParameters
 from windlass.blocks.initial_values import Filler, fill_constant
@@ -43,15 +43,17 @@ class Mlp(Block):
         self.w1 = Linear(spec.width, spec.hidden)
         self.w2 = Linear(spec.hidden, spec.width)
         self.w3 = Linear(spec.width, spec.hidden) if spec.gated else None
-        self.activation: Callable[[Tensor], Tensor] = (
-            Xielu() if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
-        )
+        self.activation: Callable[..., Tensor]
+        if spec.gated:
+            self.activation = gate_function(spec.activation, spec.clamp)
+        else:
+            self.activation = Xielu() if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         if self.w3 is None:
             return self.w2(self.activation(self.w1(x)))
         gate, up = project(x, (self.w1, self.w3), self.fused)
-        return self.w2(self.activation(gate) * up)
+        return self.w2(self.activation(gate, up))
 
     def filler(self, name: str, std: float, num_layers: int) -> Filler:
         if not name.startswith("activation."):

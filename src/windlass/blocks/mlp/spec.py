@@ -12,6 +12,7 @@ class MlpSpec(BlockSpec):
     width: int
     hidden: int
     activation: str = "swiglu"
+    clamp: tuple[float, float] = (1.702, 7.0)  # of `clamped_swiglu`: alpha and limit
     bias: bool = False
 
     kind = "mlp"
@@ -41,7 +42,8 @@ class MlpSpec(BlockSpec):
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Gate, up and their product, which FP8 computes again; eager code also keeps the activated gate."""
-        gated = 4.0 if not step.compile else 2.0 if step.compiled_fp8 else 3.0
+        eager = 7.0 if self.activation == "clamped_swiglu" else 4.0
+        gated = eager if not step.compile else 2.0 if step.compiled_fp8 else 3.0
         return step.bytes_per_value * self.hidden / layout.tensor * (gated if self.gated else 2.0)
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:

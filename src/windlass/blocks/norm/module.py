@@ -14,7 +14,7 @@ class Norm(LocalParameters):
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
-        self.eps, self.offset = spec.eps, 1.0 if spec.zero_centred else 0.0
+        self.eps, self.offset, self.scale = spec.eps, 1.0 if spec.zero_centred else 0.0, spec.scale
         self.weight = nn.Parameter(torch.full((spec.width,), 1.0 - self.offset))
         self.bias = nn.Parameter(torch.zeros(spec.width)) if spec.bias else None
         # Mean of squares over the last dimension; `parallel.py` replaces it where that dimension is divided.
@@ -28,7 +28,8 @@ class Norm(LocalParameters):
         weight = self.local(self.weight)
         # Added in fp32: in bf16 a weight near zero would lose its last digits beside the one.
         out = (wide * (self.offset + weight.float())).to(x.dtype) if self.offset else wide.to(x.dtype) * weight
-        return out if self.bias is None else out + self.local(self.bias)
+        out = out if self.bias is None else out + self.local(self.bias)
+        return out if self.scale == 1.0 else out * self.scale
 
     def initial(self, parameter: str) -> float:
         """The value that a parameter of this norm begins with."""

@@ -11,6 +11,7 @@ class NormSpec:
     eps: float = 1e-5
     bias: bool = False  # LayerNorm with weight and bias instead of RMSNorm with a weight
     zero_centred: bool = False  # the stored weight is added to one
+    scale: float = 1.0  # of the output; in front of the head it is that of the logits
 
     def params(self) -> int:
         return self.width * (2 if self.bias else 1)

@@ -1,17 +1,16 @@
 """The folder of a sweep: its paths, its points' outcomes, and the sweep that is being run. Points are run folders."""
 
 import itertools
-import json
-import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from windlass.config.sweep import LoadedSweep, SweepConfig
+from windlass.config.toml_text import to_toml
 from windlass.errors import RunError
 from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
@@ -132,40 +131,6 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[SweepPoi
         text = to_toml(point.raw or {}, f"Point {point.name} of sweep {sweep.name}.")
         write_atomic(folder.recipe(point.name), text, sync=False)
     return folder
-
-
-def to_toml(raw: Mapping[str, Any], comment: str = "") -> str:
-    """Nested tables as text that our own loader reads back: plain values first, then one `[table]` after the other.
-
-    None is left out.
-    """
-    head = [f"# {line}".rstrip() for line in comment.splitlines()]
-    return "\n".join([*head, *_lines(raw, "")]).rstrip() + "\n"
-
-
-def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) and v is not None}
-    if prefix and (plain or not table):
-        yield f"\n[{prefix}]"
-    yield from (f"{_key(key)} = {_value(value)}" for key, value in plain.items())
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _lines(value, f"{prefix}.{_key(key)}" if prefix else _key(key))
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return repr(value)
-    # JSON's escapes are TOML's too, apart from surrogate pairs, which ensure_ascii=False avoids.
-    return json.dumps(value if isinstance(value, bool) else str(value), ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True)

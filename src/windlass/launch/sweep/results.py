@@ -14,13 +14,15 @@ from statistics import median, quantiles
 from typing import Any
 
 from windlass.config import Recipe, validate
+from windlass.config.toml_text import to_toml
 from windlass.errors import ConfigError, RunError
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.figures.sweep import sweep_sections
 from windlass.files import parse_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
-from windlass.launch.sweep.folder import SweepRun, to_toml
+from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.points import SweepPoint
+from windlass.layout.types import AXES, REPLICA_AXES
 from windlass.runs.events import Started
 from windlass.runs.folder import Run
 
@@ -29,14 +31,14 @@ from windlass.runs.folder import Run
 # below the limit.
 RECIPE_COLUMNS = (
     "point", "outcome", "evidence", "detail", "engine", "layout", "shard", "micro_batch", "tensor", "pipeline",
-    "context", "offload", "recompute", "attention", "precision", "compile", "nodes", "devices", "seq_len",
+    "context", "expert", "offload", "recompute", "attention", "precision", "compile", "nodes", "devices", "seq_len",
     "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device",
     "mfu", "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes",
     "oom_chance", "step_seconds", "predicted_step_seconds", "step_spread", "joules_per_token", "kwh_per_step",
     "energy_joules", "loss", "seconds",
 )  # fmt: skip
 COMMAND_COLUMNS = ("point", "outcome", "evidence", "detail", "devices", "seconds")
-LAYOUT_COLUMNS = ("shard", "micro_batch", "tensor", "pipeline", "context", "offload")
+LAYOUT_COLUMNS = ("shard", "micro_batch", "tensor", "pipeline", "context", "expert", "offload")
 MEDIAN_KEYS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
 SKIP_LINES = 2  # first metric lines that are left out: compilation and caches settle there
 Row = dict[str, Any]
@@ -79,11 +81,11 @@ def _column(axis: str) -> str:
 def _recipe_columns(recipe: Recipe, run: Run, expected: Expectation) -> Row:
     layout = dict(expected.layout or (recipe.layout.model_dump(mode="json") if recipe.layout else {}))
     train, data, started = recipe.train, recipe.data, next(run.events(Started), Started())
-    degrees = {axis: int(layout.get(axis) or 1) for axis in ("tensor", "pipeline", "context")}
+    degrees = {axis: int(layout.get(axis) or 1) for axis in AXES}
     devices, batch_tokens = started.world_size or expected.devices, data.batch_tokens
     if batch_tokens is None and devices is not None and layout.get("micro_batch"):
         # Without `batch_tokens` a step is one micro-batch on every replica.
-        replicas = max(1, devices // math.prod(degrees.values()))
+        replicas = max(1, devices // math.prod(degrees[axis] for axis in REPLICA_AXES))
         batch_tokens = int(layout["micro_batch"]) * data.seq_len * replicas
     # `full, tensor 2, offload optimizer`: only what differs from the plainest layout; the micro-batch has a column.
     parts = [str(layout.get("shard")), *(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)]

@@ -18,7 +18,10 @@ from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 # Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama.
-CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
+CLASSIC = {
+    "gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bert": "gpt", "roberta": "gpt", "xlm-roberta": "gpt",
+    "deberta-v2": "gpt", "bloom": "bloom", "mpt": "mpt",
+}  # fmt: skip
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Keys of config.json that name the attention kernel.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
@@ -98,19 +101,24 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
 
     kind = str(raw.get("model_type", "llama"))
     family = CLASSIC.get(kind, "llama")
-    width, heads = pick("hidden_size", "n_embd", "d_model"), pick("num_attention_heads", "n_head", "n_heads")
+    width, heads = (
+        pick("hidden_size", "n_embd", "d_model"),
+        pick("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    )
     dense = classic_spec(
         family=family,
-        layers=pick("num_hidden_layers", "n_layer", "n_layers"),
+        layers=pick("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         width=width,
-        hidden=pick("intermediate_size", "n_inner", "ffn_dim", default=4 * width),
+        hidden=pick("intermediate_size", "n_inner", "ffn_dim", "d_ff", default=4 * width),
         heads=heads,
         kv_heads=pick("num_key_value_heads", default=heads),
-        head_dim=pick("head_dim", default=width // heads),
+        head_dim=pick("head_dim", "d_kv", default=width // heads),
         vocab=pick("vocab_size"),
         rows=pick("vocab_size"),  # transformers stores exactly the rows that it is told
         tied=bool(raw.get("tie_word_embeddings", family != "llama" and kind != "gpt_neox")),
-        positions=pick("n_positions", "max_position_embeddings", default=0, least=0) if kind in ("gpt2", "opt") else 0,
+        positions=pick("n_positions", "max_position_embeddings", default=0, least=0)
+        if kind in ("gpt2", "opt", "bert", "roberta", "xlm-roberta")
+        else 0,
     )
     return replace(dense, experts=pick(*EXPERT_KEYS, default=0, least=0))
 
@@ -137,7 +145,12 @@ def classic_spec(
     bias = family in ("gpt", "bloom")
     norm = NormSpec(width=width, bias=bias)
     attention = AttentionSpec(
-        width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=Rope(10_000.0, head_dim), bias=bias
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=Rope(10_000.0, head_dim),
+        bias="all" if bias else "none",
     )
     gated = family == "llama" if gated is None else gated
     mlp = MlpSpec(width=width, hidden=hidden, activation="swiglu" if gated else "gelu", bias=bias)

@@ -44,6 +44,7 @@ SCALED_ROPE = Requirement(
     ("default", "linear", "llama3", "yarn"),
     "its rotary positions are scaled ({value})",
 )
+NO_WINDOW = Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window")
 SILU = Requirement(("hidden_act", "hidden_activation"), ("silu",), "its activation is {value}")
 WEIGHTS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -62,6 +63,10 @@ WEIGHTS = {
 QK_NORM_WEIGHTS = {
     "layers.{layer}.attention.q_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
     "layers.{layer}.attention.k_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
+}
+QKV_BIASES = {
+    f"layers.{{layer}}.attention.w{letter}.bias": f"model.layers.{{layer}}.self_attn.{letter}_proj.bias"
+    for letter in "qkv"
 }
 # Feed-forward weights of a block without a gate.
 UNGATED_WEIGHTS = {

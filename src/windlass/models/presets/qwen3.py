@@ -1,7 +1,7 @@
 """Qwen 3, dense: Llama with an RMSNorm of each head's queries and keys. OpenEuroLLM's 9B has the same form."""
 
 from windlass.models.assemble import transformer_spec
-from windlass.models.hf_format import HFFormat, Preset, Requirement
+from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.hf_parts import ROPE
 from windlass.models.presets import llama
 
@@ -22,7 +22,7 @@ PRESET = Preset(
             llama.SCALED_ROPE,
             llama.NO_ATTENTION_BIAS,
             llama.SILU,
-            Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
+            llama.NO_WINDOW,
         ),
         weights={**llama.WEIGHTS, **llama.QK_NORM_WEIGHTS},
         transforms=llama.TRANSFORMS,

@@ -29,7 +29,7 @@ PRESET = Preset(
             llama.SCALED_ROPE,
             llama.NO_ATTENTION_BIAS,
             llama.SILU,
-            Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
+            llama.NO_WINDOW,
             Requirement(("decoder_sparse_step",), (1,), "only every {value}th layer has experts"),
             Requirement(
                 ("mlp_only_layers",),

@@ -6,7 +6,7 @@ from typing import Any
 from windlass.config import ModelConfig
 from windlass.config.model import layer_letters
 from windlass.models.assemble import transformer_spec
-from windlass.models.hf_format import ConfigPart, HFFormat, Preset, Requirement
+from windlass.models.hf_format import ConfigPart, HFFormat, Preset
 from windlass.models.hf_parts import ROPE
 from windlass.models.presets import llama
 
@@ -39,7 +39,7 @@ PRESET = Preset(
             llama.SCALED_ROPE,
             *llama.NO_BIASES,
             llama.SILU,
-            Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
+            llama.NO_WINDOW,
         ),
         weights=llama.WEIGHTS,
         transforms=llama.TRANSFORMS,

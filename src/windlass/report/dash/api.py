@@ -25,6 +25,7 @@ from windlass.report.sections import (
     overview,
     plan_sections,
     saves,
+    stability_sections,
     validations,
 )
 from windlass.report.sweeps import compared, find_sweeps
@@ -104,6 +105,7 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
             overview(s),
             life(s, columns),
             energy(s),
+            *stability_sections(s),
             *plan_sections(s),
             evaluation(s),
             saves(s),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from windlass.blocks.attention.kernels import attention_core
 from windlass.config import Recipe
 from windlass.errors import ConfigError
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.decoder import DecoderModel
 from windlass.train.batches import BatchPlan, cut
 from windlass.train.failure import DivergedError
@@ -70,16 +70,15 @@ def assemble(
 def check_supported(recipe: Recipe, layout: Layout) -> None:
     train, optim = recipe.train, recipe.optim
     unsupported = {
-        **{
-            f"layout.{axis} = {getattr(layout, axis)}": getattr(layout, axis) > 1
-            for axis in ("tensor", "pipeline", "context")
-        },
+        **{f"layout.{axis} = {getattr(layout, axis)}": getattr(layout, axis) > 1 for axis in AXES},
         f'layout.shard = "{layout.shard}"': layout.shard not in STAGES,
         f'train.precision = "{train.precision}"': train.precision not in ("fp32", "bf16"),
         f'optim.name = "{optim.name}"': optim.name != "adamw",
         f'optim.moments = "{optim.moments}"': optim.moments != "fp32",
         "data.batch_ramp": bool(recipe.data.batch_ramp),
         "train.goldfish_k": bool(train.goldfish_k),
+        "train.instruments": bool(train.instruments),
+        "optim.qk_clip": bool(optim.qk_clip),
         "train.skip_spike_sigma": bool(train.skip_spike_sigma),
         "train.rollback": train.rollback,
         f'layout.offload = "{layout.offload}" with layout.shard = "none"': layout.offload != "none"

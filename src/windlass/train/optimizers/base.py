@@ -27,7 +27,7 @@ Rule = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 def decays(name: str, parameter: Tensor, undecayed: Collection[str] = DecoderModel.undecayed) -> bool:
     """Weight decay acts on matrices, not on norms, biases or embeddings (`undecayed` lists their names)."""
-    return parameter.ndim >= 2 and name not in undecayed
+    return parameter.ndim >= 2 and not name.endswith("bias") and name not in undecayed
 
 
 @dataclass
@@ -96,6 +96,8 @@ class Optimizer:
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         # Steps requested: what the host knows without waiting.
         self.calls = 0
+        # Replaced where a step is captured.
+        self.updates: Callable[..., None] = self.update_slots
 
     # -- written by each optimizer -----------------------------------------------------------------------------------
 
@@ -200,7 +202,10 @@ class Optimizer:
             target.copy_(value)
 
     def step_device(self, slots: list[ParameterState], lr: float, scale: Tensor, good: Tensor) -> None:
-        numbers, update = self.numbers(lr, scale), compiled_update(self.rule)
+        self.updates(self.numbers(lr, scale), good, slots=slots)
+
+    def update_slots(self, numbers: Tensor, good: Tensor, *, slots: list[ParameterState]) -> None:
+        update = compiled_update(self.rule)
         for slot in slots:
             update(
                 local_tensor(slot.weights).view(-1),
@@ -213,14 +218,19 @@ class Optimizer:
                 *self.constants(),
             )
 
+    @property
+    def rounds(self) -> bool:
+        """Something is rounded at random: moments, or weights without a master copy."""
+        dtypes = {local_tensor(slot.weights).dtype for slot in self.slots}
+        return self.config.moments == "bf16" or torch.bfloat16 in dtypes
+
     @contextlib.contextmanager
     def same_noise(self) -> Iterator[None]:
         """Seed the device's random numbers by the step for the time of an update, where something is rounded.
 
         Ranks must round copies alike, but their generators differ after a restart on another number of ranks.
         """
-        dtypes = {local_tensor(slot.weights).dtype for slot in self.slots}
-        if self.config.moments != "bf16" and torch.bfloat16 not in dtypes:
+        if not self.rounds:
             yield
             return
         cuda = self.count.device.type == "cuda"

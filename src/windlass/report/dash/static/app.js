@@ -120,7 +120,7 @@ async function runsPage(mine) {
 
 /* -- one run --------------------------------------------------------------------------------------------------------- */
 
-const CURVES = [["loss", "Loss", "nats per token"], ["tokens_per_second", "Throughput", "tokens/s"], ["mfu", "Model FLOP utilisation", "share of peak"], ["watts", "Power", "W"], ["memory_bytes", "Memory, highest device", "GiB"], ["grad_norm", "Gradient norm", ""]];
+const CURVES = [["loss", "Loss", "nats per token"], ["tokens_per_second", "Throughput", "tokens/s"], ["mfu", "Model FLOP utilisation", "share of peak"], ["watts", "Power", "W"], ["memory_bytes", "Memory, highest device", "GiB"], ["grad_norm", "Gradient norm", ""], ["expert_imbalance", "Most used expert", "load / mean of its layer"], ["router_entropy", "Entropy of the routers", "nats"]];
 const MARKS = { fault: "#c9405a", hang: "#c9405a", gave_up: "#c9405a", resumed: "#1f9e6e", started: "#1f9e6e", restarted: "#1f9e6e", stopped: "#b9761a", signal: "#b9761a", rollback: "#b9761a", saved: "var(--soft)", finished: "#1f9e6e" };
 let runAxis = "step";
 

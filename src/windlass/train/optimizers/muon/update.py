@@ -31,7 +31,7 @@ class Muon(AdamW):
         super().__init__(*args, **options)
         self.matrices = [slot for slot in self.slots if is_matrix(slot.name, slot.parameter.shape)]
         self._names = {slot.name for slot in self.matrices}
-        self.rounds = plan_rounds([slot.weights for slot in self.matrices])
+        self.shared_rounds = plan_rounds([slot.weights for slot in self.matrices])
 
     def step_host(self, slots: list[ParameterState], lr: float, scale: float) -> None:
         if others := [slot for slot in slots if slot.name not in self._names]:
@@ -84,7 +84,7 @@ class Muon(AdamW):
     ) -> None:
         """`direction` moves the mean of a slot and returns this rank's part of what is orthogonalised; `move` moves
         the weights by the result."""
-        for current in self.rounds:
+        for current in self.shared_rounds:
             slots = {number: self.matrices[number] for number in current.first}
             device = compute_device(next(iter(slots.values())).parameter)
             options: dict[str, Any] = {"dtype": iteration_dtype(device), "device": device}
