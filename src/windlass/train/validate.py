@@ -160,7 +160,7 @@ def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource
         if len(chosen):
             info = stream.store.sources[name] if stream.store is not None else None
             bytes_per_token = info.bytes / info.tokens if info and info.bytes and info.tokens else None
-            if not stream.counts_all:  # the bytes of answers alone are not known
+            if not getattr(stream, "counts_all", True):  # the bytes of answers alone are not known
                 bytes_per_token = None
             language = info.language if info else None
             held.append(HeldOutSource(name, language, bytes_per_token, np.resize(chosen, count), float(share)))
