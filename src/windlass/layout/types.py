@@ -199,6 +199,8 @@ class StepSpec:
     # Every expert gets the same number of rows: forced by a benchmark, or the others are dropped.
     balanced: bool = False
     sync: GradientSync = field(default_factory=GradientSync)
+    # Of all weights, those that have gradients and optimizer states; below 1 with LoRA.
+    trained_share: float = 1.0
 
     @property
     def native(self) -> bool:
