@@ -200,7 +200,7 @@ def test_order_and_parts() -> None:
     grouped = [int(lengths[order.step(i)].max() - lengths[order.step(i)].min()) for i in range(13)]
     assert np.median(grouped) < 15  # of 57
     parts = [micro_batches(order.step(0), 2, 2, 2, rank) for rank in range(2)]
-    assert sorted(sum(sum(parts, []), [])) == sorted(order.step(0).tolist())
+    assert sorted(i for rank in parts for part in rank for i in part) == sorted(order.step(0).tolist())
     short = [micro_batches(np.arange(3), 2, 2, 2, rank) for rank in range(2)]
     assert short == [[[0, 1], []], [[2], []]]
 
@@ -234,6 +234,9 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
             action()
         assert error.value.code == code and text in error.value.message
+    with pytest.raises(ConfigError) as divided:
+        recipe(folder, layout={"tensor": 2})
+    assert divided.value.code == "tune.axis-unsupported" and "tensor (2)" in divided.value.message
     with pytest.raises(ConfigError) as wrong:
         build(recipe(folder, tune={"metric": "bleu"})).validator.run()
     assert wrong.value.code == "tune.metric-unknown"
