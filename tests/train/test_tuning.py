@@ -113,7 +113,7 @@ def test_other_models(kind: str, folder: Path, tmp_path: Path) -> None:
     training = build(complete_tune(Recipe.model_validate(table)))
     load_model_weights(tmp_path / "model", training.parts.modules[0])
     losses = [loss for loss, _ in steps(training, 12)]
-    assert all(np.isfinite(losses)) and losses[0] < 2
+    assert all(np.isfinite(losses)) and losses[0] < 10
 
 
 TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
