@@ -127,5 +127,7 @@ def test_no_module_reads_files_that_can_run_code() -> None:
     assert calls == {
         "checkpoint/load.py": ["load"],  # one call, with our reader
         "checkpoint/reader.py": ["FileSystemReader"],
+        # Generated code under `--run-code`, in a process that can neither write outside its folder nor reach the network.
+        "evaluate/sandbox_child.py": ["exec(compile(text, f'<{part}>', 'exec', dont_inherit=True), names)"],
         "launch/sweep/dvc.py": ["yaml_module().load(text, Loader=DvcLoader)"],  # a subclass of SafeLoader
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from windlass.blocks.interface import Mixing, Product
+from windlass.blocks.interface import BlockSpec, Mixing, Product
 from windlass.config.base import Table
 
 
@@ -20,7 +20,7 @@ class TABLE(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrenceSpec:
+class RecurrenceSpec(BlockSpec):
     width: int
     rate: float
 
