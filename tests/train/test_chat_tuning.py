@@ -15,7 +15,7 @@ from tests.train.chat_store import conversation, make_store, pair, recipe_table
 from tests.train.helpers import build, new_run, run_here, steps
 from torch import nn
 
-from windlass.blocks.head.loss import IGNORED, chunked_loss, next_token_loss
+from windlass.blocks.head.loss import chunked_loss, next_token_loss
 from windlass.checkpoint.names import TRANSFORMS
 from windlass.config import Recipe
 from windlass.convert.config_json import config_json, format_of
@@ -23,6 +23,7 @@ from windlass.convert.source import find_source, load_model
 from windlass.convert.weights import open_weights
 from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json_lines
+from windlass.layout.types import IGNORED
 from windlass.runs.folder import Run
 from windlass.train.batches import cut
 from windlass.train.loop import open_batches

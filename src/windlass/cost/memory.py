@@ -95,7 +95,7 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
     """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last
     (head)."""
     layer_bytes = []  # kept from the forward to the backward pass, and more while the backward pass runs
-    for layer in (group.layer for group in model.groups):
+    for layer in (group.layer for group in model.distinct_layers):
         full = layer_activations(layer, step, layout)
         kept = kept_activations(layer, step, layout, full)
         transient = max(0.0, full - kept)
@@ -104,6 +104,7 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
             largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
             transient += stream * (2.0 if step.recompute == "full" else 1.0) + largest
         layer_bytes.append((kept, transient))
+    layer_bytes = [layer_bytes[kind] for kind in model.layer_kinds]
     groups = sum(degree > 1 for degree in (layout.data, *(getattr(layout, axis) for axis in AXES)))
     outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     estimates = []

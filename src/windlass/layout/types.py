@@ -9,6 +9,8 @@ HYBRID_SHARDS = ("hybrid", "hybrid_zero2")
 # Degrees that multiply to the devices of one replica, and all degrees: experts are divided over replicas.
 REPLICA_AXES = ("tensor", "pipeline", "context")
 AXES = (*REPLICA_AXES, "expert")
+# A target that does not count in a loss.
+IGNORED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

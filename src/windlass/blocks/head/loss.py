@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -1
+from windlass.layout.types import IGNORED
 
 # Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits.
 ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
