@@ -407,7 +407,8 @@ def test_a_validation_pass_is_in_no_steps_time(tmp_path: Path, monkeypatch: pyte
         def run(self, stopping: Any) -> Any:
             now[0] += 50.0
             overall = SimpleNamespace(loss=2.0)
-            return SimpleNamespace(overall=overall, line=lambda: {"val_loss": 2.0}, event=lambda: {"val_loss": 2.0})
+            values = {"line": lambda: {"val_loss": 2.0}, "event": lambda: {"val_loss": 2.0}}
+            return SimpleNamespace(overall=overall, compared=lambda metric: 2.0, **values)
 
     slow = Slow()
     monkeypatch.setattr(loop, "open_validator", lambda *args: SimpleNamespace(run=slow.run, held=[]))

@@ -15,7 +15,6 @@ from pathlib import Path
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.here import with_gpus
 from windlass.config import LayoutConfig, Loaded, Recipe
-from windlass.data.examples import complete_tune
 from windlass.errors import ConfigError, WindlassError
 from windlass.layout.resolve import complete_layout, job_size, resolve_step
 from windlass.layout.rules import check_degrees, check_layout, violations
@@ -70,7 +69,10 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
 def create_planned_run(folder: Path, loaded: Loaded, cluster: Cluster, nodes: int) -> tuple[Run, str]:
     """The run folder of a recipe, created or the existing one, and the reason for its layout; keeps the plan beside
     it."""
-    loaded = replace(loaded, recipe=complete_tune(loaded.recipe))
+    if loaded.recipe.tune is not None:
+        from windlass.data.examples import complete_tune  # numpy: not for every start
+
+        loaded = replace(loaded, recipe=complete_tune(loaded.recipe))
     loaded, layout_from, reason = resolve_recipe(loaded, Run(folder), cluster, nodes)
     run = create_run(folder, loaded, layout_from=layout_from)
     # What the planner expects is compared with measurements later; a recipe that it cannot price is trained all the
