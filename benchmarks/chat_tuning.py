@@ -101,7 +101,7 @@ def run_windlass(folder: Path, size: dict[str, Any]) -> float:
     """Seconds of a step."""
     run = Path(tempfile.mkdtemp(dir=folder))
     argv = [sys.executable, "-m", "windlass", "train", str(folder / "recipe.toml"), "--run", str(run / "r"), "--quiet"]
-    subprocess.run(argv, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.DEVNULL)
+    subprocess.run(argv, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run / "r" / "metrics.jsonl").read_text().splitlines()]
     return statistics.mean(line["step_seconds"] for line in lines[SKIPPED_STEPS:])
 
