@@ -33,11 +33,13 @@ def _terms_of_row(logits, targets, slope, entropy, lse_out, vocab, columns, z_lo
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
         top = new_top
     lse = top + tl.log(total)
-    tl.store(lse_out + row, lse)
-    tl.store(entropy + row, lse - tl.load(begin + target).to(tl.float32))
+    counted = tl.where(target >= 0, 1.0, 0.0)  # IGNORED is below 0
+    tl.store(lse_out + row, lse * counted)
+    tl.store(entropy + row, (lse - tl.load(begin + tl.maximum(target, 0)).to(tl.float32)) * counted)
     factor = 1 + 2 * z_loss * lse
     for start in range(0, columns, block):
         column = start + tl.arange(0, block)
         x = tl.load(begin + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         gradient = tl.exp(x - lse) * factor - tl.where(column == target, 1.0, 0.0)
+        gradient *= counted
         tl.store(slope + row * columns + column, gradient.to(slope.dtype.element_ty), mask=column < columns)
