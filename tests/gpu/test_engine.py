@@ -18,6 +18,7 @@ from windlass.blocks.attention.kernels import (
 )
 from windlass.blocks.head.loss import _chunk_terms, chunk_terms
 from windlass.config import OptimConfig, Recipe
+from windlass.layout.types import IGNORED
 from windlass.train.capture import WARM_CALLS
 from windlass.train.optimizers.base import build_optimizer
 
