@@ -5,7 +5,7 @@
 
 Both train the same shape on the same made-up conversations (log-normal lengths, loss on answers only), with as many
 conversations in a step. The Trainer pads to the longest of a batch and groups conversations by length. Times are means
-of steps after the first ones, each program in a process of its own, twice in turn.
+of steps after the first ones, each program in a process of its own, in turn.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def run_trl(folder: Path, size: dict[str, Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="small")
+    parser.add_argument("--rounds", type=int, default=2, help="how often the two take turns")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     size = SIZES[arguments.size]
@@ -159,7 +160,7 @@ def main() -> None:
         folder = Path(name)
         prepare(folder, size)
         ours, theirs = [], []
-        for _ in range(2):
+        for _ in range(arguments.rounds):
             ours.append(run_windlass(folder, size))
             argv = [sys.executable, __file__, "--size", arguments.size, "--trl", str(folder)]
             out = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
