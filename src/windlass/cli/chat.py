@@ -31,7 +31,8 @@ def chat(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk to a model by its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the conversation."""
+    """Talk to a model by its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the
+    conversation."""
     from windlass.convert.source import find_tokenizer
     from windlass.data.chat import load_chat_template
     from windlass.evaluate.chat import answer

@@ -1,5 +1,5 @@
-"""`windlass energy RUN`: energy by source, per billion tokens, CO2, and what was not measured. `windlass energy --mwh X`:
-tonnes of CO2e of a known energy."""
+"""`windlass energy RUN`: energy by source, per billion tokens, CO2, and what was not measured. `windlass energy --mwh
+X`: tonnes of CO2e of a known energy."""
 
 import math
 from dataclasses import asdict

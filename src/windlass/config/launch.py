@@ -51,8 +51,8 @@ class LaunchConfig(Table):
     signal_lead: SecondsOrAuto = "auto"
     """How long before the wall-time limit SLURM sends SIGUSR1; auto: from the measured save time, else 5 minutes."""
     stage_data: bool | None = None
-    """Copy the token store to the fast file system first, in a CPU job (default: when the cluster has a shared one whose
-    quota holds the store). A node's own disk only with true, and then inside the job."""
+    """Copy the token store to the fast file system first, in a CPU job (default: when the cluster has a shared one
+    whose quota holds the store). A node's own disk only with true, and then inside the job."""
     checkpoints_on: str | None = None
     """Keep the checkpoints on another file system than the run folder, which links to them: "fast", or the name of a
     `[storage.NAME]` table of the cluster file."""

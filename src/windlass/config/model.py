@@ -40,7 +40,8 @@ class RopeScalingConfig(Table):
     attention_factor: PositiveFloat | None = None
     """yarn: factor of cosines and sines (default: 0.1 ln(factor) + 1)."""
     mscale: PositiveFloat | None = None
-    """yarn: with mscale_all_dim, the default of attention_factor is the quotient of 0.1 m ln(factor) + 1 for the two."""
+    """yarn: with mscale_all_dim, the default of attention_factor is the quotient of 0.1 m ln(factor) + 1 for the
+    two."""
     mscale_all_dim: PositiveFloat | None = None
     """yarn: latent attention also multiplies its scores by the square of 0.1 mscale_all_dim ln(factor) + 1."""
 

@@ -1,4 +1,5 @@
-"""A recipe: one TOML file that describes one run, frozen once loaded; with its plain tables (the others have modules)."""
+"""A recipe: one TOML file that describes one run, frozen once loaded; with its plain tables (the others have
+modules)."""
 
 from typing import Annotated, Any, Literal
 
@@ -66,7 +67,8 @@ class DataConfig(Table):
 
 class OptimConfig(Table):
     name: Annotated[str, Registered(OPTIMIZERS)] = "adamw"
-    """adamw, ademamix, lion, muon (AdamW outside the layers' matrices), sgd (with momentum), or an optimizer of an installed package."""
+    """adamw, ademamix, lion, muon (AdamW outside the layers' matrices), sgd (with momentum), or an optimizer of an
+    installed package."""
     lr: NonNegativeFloat = 3e-4
     """The highest learning rate, reached at the end of the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -102,8 +104,8 @@ class OptimConfig(Table):
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     qk_clip: NonNegativeFloat = 0.0
-    """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi K2
-    used 100); 0: off. The largest is that of 16 queries of each sequence."""
+    """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi
+    K2 used 100); 0: off. The largest is that of 16 queries of each sequence."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
 
@@ -129,8 +131,8 @@ class TrainConfig(Table):
     compile: bool | None = None
     """torch.compile per block; default: on for GPUs, off on a CPU."""
     capture: bool = False
-    """Replay the passes and the update of a step as CUDA graphs: for models so small that the host cannot launch kernels
-    fast enough. One process, without document masks."""
+    """Replay the passes and the update of a step as CUDA graphs: for models so small that the host cannot launch
+    kernels fast enough. One process, without document masks."""
     fuse: bool | None = None
     """Compute queries, keys and values in one product, and gate and up in one; default: only in FP8, where it pays."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"

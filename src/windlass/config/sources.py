@@ -20,8 +20,8 @@ class DataSource(Table):
     field: str = "text"
     """Key or column that holds the text; `a.b` reaches into an inner object of JSON."""
     form: Literal["text", "chat", "messages", "sharegpt", "alpaca", "pairs"] = "text"
-    """text: `field` holds a text. Others are conversations, rendered by the chat template, of which only the answers are
-    learned: messages (role, content), sharegpt (conversations: from, value), alpaca (instruction, input, output), chat
+    """text: `field` holds a text. Others are conversations, rendered by the chat template, of which only the answers
+    are learned: messages (role, content), sharegpt (conversations: from, value), alpaca (instruction, input, output), chat
     (whichever of these a record is), pairs (prompt, chosen, rejected: for [tune] task = "prefer")."""
     max_tokens: PositiveInt | None = None
     """Conversations of more tokens are filtered out (and counted)."""

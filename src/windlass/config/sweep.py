@@ -74,7 +74,8 @@ class SweepConfig(Table):
     allocation: Seconds | None = None
     """Wall time of one packed SLURM job; default: the partition's limit, at most 4 h."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
-    """With `command` and --slurm: account, partition, qos, time, environment, container, env and sbatch, as in a recipe."""
+    """With `command` and --slurm: account, partition, qos, time, environment, container, env and sbatch, as in a
+    recipe."""
     skip_oom: NonNegativeFloat = 0.95
     """A point whose predicted chance to run out of memory is at least this is not run; more than 1: run all."""
     rank_by: str = "tokens_per_second_per_device"

@@ -109,8 +109,8 @@ def open_weights(folder: Path) -> StoredWeights:
     return StoredWeights(tensors)
 
 
-# Names in the checkpoint of one tensor of a folder (several: `HFFormat.joined`), and, where the checkpoint has a stack of
-# experts, which of them.
+# Names in the checkpoint of one tensor of a folder (several: `HFFormat.joined`), and, where the checkpoint has a stack
+# of experts, which of them.
 Origin = tuple[list[str], int | None]
 
 

@@ -1,4 +1,5 @@
-"""Properties of training engines that memory and step time depend on, as data: ours and those of published measurements."""
+"""Properties of training engines that memory and step time depend on, as data: ours and those of published
+measurements."""
 
 from dataclasses import dataclass, replace
 

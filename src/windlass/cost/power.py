@@ -1,4 +1,5 @@
-"""Energy, carbon and allocation units of a run, from device power by share of busy time to the meter of the building."""
+"""Energy, carbon and allocation units of a run, from device power by share of busy time to the meter of the
+building."""
 
 import math
 from dataclasses import dataclass, replace

@@ -73,7 +73,8 @@ class ChatTemplate:
         return self._render(messages, add_generation_prompt).replace(_OPEN, "").replace(_CLOSE, "")
 
     def marked_answers(self, messages: Sequence[Message]) -> tuple[str, Spans]:
-        """The conversation as text, and what `{% generation %}` marks in it: nothing where the template has no marks."""
+        """The conversation as text, and what `{% generation %}` marks in it: nothing where the template has no
+        marks."""
         parts = re.split(f"{_OPEN}|{_CLOSE}", self._render(messages, False))
         ends = [sum(map(len, parts[: number + 1])) for number in range(len(parts))]
         return "".join(parts), [(ends[number - 1], ends[number]) for number in range(1, len(parts), 2)]

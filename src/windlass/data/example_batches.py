@@ -1,4 +1,5 @@
-"""Tokenized examples of a fine-tuning task, and the padded micro-batches of each step: a pure function of its number."""
+"""Tokenized examples of a fine-tuning task, and the padded micro-batches of each step: a pure function of its
+number."""
 
 import math
 from collections.abc import Callable, Sequence

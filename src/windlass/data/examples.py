@@ -74,7 +74,8 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
 
 
 def complete_tune(recipe: Recipe) -> Recipe:
-    """A recipe for examples with what its files say: labels, hashes, batch and steps. Others are returned as they are."""
+    """A recipe for examples with what its files say: labels, hashes, batch and steps. Others are returned as they
+    are."""
     tune = recipe.tune
     if tune is not None and tune.task in ("chat", "prefer") and not (recipe.data.tokens or recipe.train.steps):
         from windlass.data.stream import StoreStream, open_stream

@@ -173,7 +173,8 @@ class LineReader:
 def line_parser(
     source: DataSource, format: str, utf8: str, max_document: int, encode: EncodeRecord | None = None
 ) -> Callable[[Line], Record]:
-    """A function from one line to its text, or to what `encode` makes of its object. Nothing is stripped from a text."""
+    """A function from one line to its text, or to what `encode` makes of its object. Nothing is stripped from a
+    text."""
     too_long = RejectedDocument(f"longer than max_document ({max_document:,} bytes)")
     if format == "text":
         return lambda line: too_long if line is None else _decode(bytes(line).removesuffix(b"\r"), utf8)

@@ -120,7 +120,8 @@ class StoreStream:
         return np.cumsum(out, axis=1, dtype=np.int32)
 
     def marks(self, indexes: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """For each position of each sequence its mark (see `data/conversations.py`): whether the token counts as a target."""
+        """For each position of each sequence its mark (see `data/conversations.py`): whether the token counts as a
+        target."""
         out = np.zeros((np.size(indexes), self.seq_len + 1), dtype=np.uint8)
         for row, column, array, start, count in self._parts(indexes):
             out[row, column : column + count] = array.marks(start, count)

@@ -22,7 +22,8 @@ def answer(
     sampling: Sampling,
     show: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """The next answer; `show` gets each piece of it as it comes. Ctrl-C ends the answer, which is kept as far as it is."""
+    """The next answer; `show` gets each piece of it as it comes. Ctrl-C ends the answer, which is kept as far as it
+    is."""
     messages, dropped = list(messages), 0
     prompt = template.encode(messages, add_generation_prompt=True)
     first = int(messages[0]["role"] == "system")

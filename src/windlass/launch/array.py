@@ -22,8 +22,8 @@ from windlass.launch.script import render
 from windlass.launch.slurm import SlurmScheduler
 from windlass.launch.submit import check_known, submit_job
 
-# Text that one core tokenizes per second with the slowest engine (benchmarks/results/tokenize.md, the row of datatrove):
-# a partition chosen by it errs on the long side.
+# Text that one core tokenizes per second with the slowest engine (benchmarks/results/tokenize.md, the row of
+# datatrove): a partition chosen by it errs on the long side.
 TOKENIZED_BYTES_PER_SECOND = 2e6
 # Text of one token where the sources cannot be read here.
 BYTES_PER_TOKEN = 4

@@ -327,8 +327,8 @@ def check_quotas(
     *,
     on_site: bool,
 ) -> list[Finding]:
-    """The copy of the store and the checkpoints against the quotas of the cluster file. `on_site`: on that cluster, so that
-    its variables are set and the run folder's file system can be recognised."""
+    """The copy of the store and the checkpoints against the quotas of the cluster file. `on_site`: on that cluster, so
+    that its variables are set and the run folder's file system can be recognised."""
     from windlass.checkpoint.keep import forecast
 
     source, fast = source_of(cluster, "storage"), fast_storage(cluster)

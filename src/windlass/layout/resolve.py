@@ -40,7 +40,8 @@ def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:
 
 
 def default_shard_size(tensor: int, replicas: int, devices_per_node: int) -> int:
-    """hybrid and hybrid_zero2 without shard_size: a node's devices share one copy, as far as tensor parallelism leaves room."""
+    """hybrid and hybrid_zero2 without shard_size: a node's devices share one copy, as far as tensor parallelism leaves
+    room."""
     return max(1, min(devices_per_node // tensor, replicas))
 
 

@@ -87,9 +87,9 @@ class HFFormat:
     constants: Mapping[str, float] = field(default_factory=dict)
     # Names of tensors of the folder, with {layer}, that always hold this one number.
     weights: Mapping[str, str] | None = None
-    # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names. With {expert}
-    # the folder has one tensor per expert, of which ours is the stack. Several of our parameters may have one name: see
-    # `joined`.
+    # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names. With
+    # {expert} the folder has one tensor per expert, of which ours is the stack. Several of our parameters may have one
+    # name: see `joined`.
     joined: Literal["rows", "turns"] = "rows"
     # Of several parameters with one name the folder has one tensor: the rows of each, in the order of `weights`; or its
     # last dimension takes numbers from each in turn.

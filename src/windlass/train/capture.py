@@ -1,4 +1,5 @@
-"""The passes of a step and its update as CUDA graphs, for models whose kernels end before the host has launched the next."""
+"""The passes of a step and its update as CUDA graphs, for models whose kernels end before the host has launched the
+next."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,8 @@ def obstacle(recipe: Recipe, step: StepSpec, world: World) -> str | None:
 
 
 class Replayed:
-    """A function of tensors, recorded at its third call and replayed from then on: the same kernels on the same memory, so
-    the numbers do not change. What it reads beside its inputs must stay where it is; the results are overwritten."""
+    """A function of tensors, recorded at its third call and replayed from then on: the same kernels on the same memory,
+    so the numbers do not change. What it reads beside its inputs must stay where it is; the results are overwritten."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.calls = function, 0

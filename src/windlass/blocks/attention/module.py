@@ -1,4 +1,5 @@
-"""Causal attention with grouped heads; logits equal to those of transformers' Llama, Qwen 3, OLMo, Gemma 3 and gpt-oss."""
+"""Causal attention with grouped heads; logits equal to those of transformers' Llama, Qwen 3, OLMo, Gemma 3 and
+gpt-oss."""
 
 import torch
 from torch import Tensor, nn

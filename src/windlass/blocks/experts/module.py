@@ -114,8 +114,8 @@ class Experts(Block):
         return chosen, weights, loads
 
     def auxiliary_loss(self, logits: Tensor, shares: Tensor, loads: Tensor) -> Tensor:
-        """Sum over tokens. The balance is that of each sequence, so that it does not depend on how sequences are divided
-        into micro-batches: sum over experts of (rows / mean rows) x share of the scores."""
+        """Sum over tokens. The balance is that of each sequence, so that it does not depend on how sequences are
+        divided into micro-batches: sum over experts of (rows / mean rows) x share of the scores."""
         loss = logits.new_zeros(())
         if self.spec.balance_strength:
             relative = loads * (self.spec.count / loads.sum(-1, keepdim=True))

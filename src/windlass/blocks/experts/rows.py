@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def sorted_by_expert(chosen: Tensor, count: int) -> Tensor:
-    """Order of the rows, first those of expert 0. A radix sort reads its keys once per byte: 0.06 ms with one byte, 0.13
-    with eight, for 131,072 rows on an H200."""
+    """Order of the rows, first those of expert 0. A radix sort reads its keys once per byte: 0.06 ms with one byte,
+    0.13 with eight, for 131,072 rows on an H200."""
     return chosen.flatten().to(torch.uint8 if count <= 256 else torch.int16).argsort(stable=True)
 
 
@@ -71,8 +71,8 @@ looped_product.register_autograd(_looped_gradients, setup_context=_save_inputs)
 
 
 def sum_of_rows(rows: Tensor, place: Tensor, top_k: int) -> Tensor:
-    """The rows of each token, which lie at `place`, added in fp32. Written out, because the compiler makes one kernel of
-    it; a sum along a dimension of 8 ran at a fifth of the memory's speed on an H200 (0.76 ms a layer)."""
+    """The rows of each token, which lie at `place`, added in fp32. Written out, because the compiler makes one kernel
+    of it; a sum along a dimension of 8 ran at a fifth of the memory's speed on an H200 (0.76 ms a layer)."""
     places = place.view(-1, top_k).unbind(1)
     total = rows[places[0]].float()
     for others in places[1:]:

@@ -6,8 +6,8 @@ from windlass.blocks.interface import BlockSpec, Product
 from windlass.config.model import GATED
 from windlass.layout.types import Layout, StepSpec
 
-# Rows of the fullest expert-parallel rank relative to the mean, over all layers, where routing is not forced to be even.
-# Assumed: layers, and the experts of a rank, even out among themselves. Each layer alone is less even (`Constants.imbalance`).
+# Rows of the fullest expert-parallel rank relative to the mean, over all layers, where routing is not forced to be
+# even. Assumed: layers, and the experts of a rank, even out among themselves. Each layer alone is less even (`Constants.imbalance`).
 RANK_IMBALANCE = 1.1
 
 
@@ -112,8 +112,8 @@ class ExpertsSpec(BlockSpec):
         copies = 2.0 * size * (self.top_k + 1) * self.width * layout.expert_row_share
         activated = 16.0 if step.native and not step.compile else (3.0 if self.gated else 2.0) * size
         if step.dispatch == "alltoall":
-            # Received rows are sorted by expert and put back, each read and written: as often in the backward pass, which
-            # counts twice here.
+            # Received rows are sorted by expert and put back, each read and written: as often in the backward pass,
+            # which counts twice here.
             copies += 4.0 * (2.0 / 3.0) * self.exchanged_bytes(step, layout)
         return 2.0 * self.routing_bytes() + copies + activated * hidden
 

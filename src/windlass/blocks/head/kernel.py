@@ -1,4 +1,5 @@
-"""Loss and gradient of a chunk's logits in one Triton kernel: the compiler's own takes half as long again on an H200."""
+"""Loss and gradient of a chunk's logits in one Triton kernel: the compiler's own takes half as long again on an
+H200."""
 
 import torch
 import triton

@@ -69,8 +69,8 @@ class LatentSpec(AttentionSpec):
         return Mixing(square, scores=float(self.heads * step.seq_len))
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """On every rank the narrow vectors, before and after their norms; of its heads queries, keys, values, the output
-        and its log-sums."""
+        """On every rank the narrow vectors, before and after their norms; of its heads queries, keys, values, the
+        output and its log-sums."""
         size, numbers = step.bytes_per_value, self.kv_rank + self.q_rank
         narrow = 2.0 * numbers + self.rope_dim
         if not step.compile:  # also what is multiplied with the weight; in 16 bits the input in fp32 instead

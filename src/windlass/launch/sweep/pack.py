@@ -105,7 +105,8 @@ def _by_shape(points: Sequence[SweepPoint], per_node: int) -> list[list[SweepPoi
 
 
 def reserved_seconds(sweep_run: SweepRun, point: SweepPoint) -> float:
-    """The point's time limit, or the expected time with a margin; for a command, the time its own srun call asks for."""
+    """The point's time limit, or the expected time with a margin; for a command, the time its own srun call asks
+    for."""
     expected = sweep_run.expectations[point.name].seconds
     if expected is None:
         request = srun_request(point) if point.recipe is None else None

@@ -1,5 +1,5 @@
-"""DeepSeek-V3: DeepSeek-V2 with queries from a narrow vector, experts chosen by sigmoid within the best groups, and a bias
-that balances them beside a small loss. Multi-token prediction is not trained."""
+"""DeepSeek-V3: DeepSeek-V2 with queries from a narrow vector, experts chosen by sigmoid within the best groups, and a
+bias that balances them beside a small loss. Multi-token prediction is not trained."""
 
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset, Requirement

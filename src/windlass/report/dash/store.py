@@ -78,7 +78,8 @@ class RunView:
             return kept[2]
 
     def glance(self) -> tuple[RunSummary, list[float | None]]:
-        """A brief summary and losses for a list, from few lines of the metrics: a list of 500 runs reads no file whole."""
+        """A brief summary and losses for a list, from few lines of the metrics: a list of 500 runs reads no file
+        whole."""
         run = self.run
         with self.making:
             stamps = file_stamps(run.metrics_file, run.events_file, run.energy_file, run.config_file)
