@@ -308,6 +308,7 @@ def test_muon_keeps_one_moment_for_matrices_and_leaves_the_rest_to_adamw() -> No
         ("layers.3.attention.wq.weight", (64, 64), True),
         ("layers.3.feed_forward.w1", (8, 96, 64), True),
         ("layers.3.feed_forward.router", (32, 64), False),
+        ("layers.3.feed_forward.w1_bias", (32, 64), False),
         ("layers.3.attention_norm.weight", (64,), False),
         ("layers.3.mixer.conv.weight", (128, 4), False),
         ("embed.weight", (250, 64), False),

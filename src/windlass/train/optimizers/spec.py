@@ -8,9 +8,11 @@ MIN_MATRIX_SIDE = 16
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """A linear map inside a numbered layer, or a stack of them (experts): not embeddings, head, norms or routers."""
+    """A linear map inside a numbered layer, or a stack of them (experts): not embeddings, head, norms, routers or
+    biases, of which experts have a matrix."""
     parts = name.split(".")
     in_layer = any(part.isdigit() for part in parts) and not {"router", "gate"} & set(parts)
+    in_layer = in_layer and not name.endswith("bias")
     return in_layer and len(shape) in (2, 3) and min(shape[-2:]) >= MIN_MATRIX_SIDE
 
 
