@@ -63,6 +63,10 @@ class TuneConfig(Table):
     """Batches of texts of similar length: less padding."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """masked: share of tokens that are hidden."""
+    mask_token: NonNegativeInt | None = None
+    """masked: id of the token that stands for hidden ones (default: the tokenizer's [MASK] or <mask>)."""
+    special_tokens: list[NonNegativeInt] = Field(default_factory=list)
+    """masked: ids of tokens that are never hidden; written when the run is created."""
     beta: PositiveFloat = 0.1
     """prefer: how far answers may move from those of the starting model."""
     lora: LoraConfig | None = None

@@ -14,10 +14,13 @@ import numpy as np
 
 from windlass.config import Recipe
 from windlass.config.tune import EXAMPLE_TASKS, TuneConfig
-from windlass.errors import DataError
+from windlass.errors import ConfigError, DataError
 from windlass.files import parse_json, read_text_file
 
 VALIDATION_SHARE = 0.1  # of the training examples where no validation file is named
+# Tokens of BERT's and RoBERTa's tokenizers.
+MASK_NAMES = ("[MASK]", "<mask>")
+SPECIAL_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "<pad>", "<unk>")
 MAX_NAMED = 5  # lines or labels that a message names
 
 
@@ -81,6 +84,8 @@ def complete_tune(recipe: Recipe) -> Recipe:
         windows = int(stream.mixture.windows.sum()) if isinstance(stream, StoreStream) else 0
         tokens = max(1, math.ceil(tune.epochs * windows)) * recipe.data.seq_len
         return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": tokens})})
+    if tune is not None and tune.task == "masked":
+        return recipe.model_copy(update={"tune": with_mask_token(tune, recipe)})
     if tune is None or tune.task not in EXAMPLE_TASKS:
         return recipe
     sets = read_example_sets(tune)
@@ -97,6 +102,33 @@ def complete_tune(recipe: Recipe) -> Recipe:
             "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
         }
     )
+
+
+def with_mask_token(tune: TuneConfig, recipe: Recipe) -> TuneConfig:
+    """The ids of the mask token and of special tokens, from the tokenizer of the recipe or of its store."""
+    from windlass.data.store import open_store
+    from windlass.data.tokenizer import load_tokenizer
+
+    data = recipe.data
+    file = data.tokenizer or (open_store(Path(data.store)).tokenizer_file if data.store else None)
+    ids: dict[str, int] = {}
+    if file is not None:
+        tokenizer = load_tokenizer(Path(file))
+        for name in (*MASK_NAMES, *SPECIAL_NAMES):
+            numbers = tokenizer.encode(name, specials=True)
+            if len(numbers) == 1 and tokenizer.decode(numbers).strip() == name:
+                ids[name] = numbers[0]
+        ids |= {} if tokenizer.eos is None else {"end": tokenizer.eos}
+    mask = next((ids[name] for name in MASK_NAMES if name in ids), None)
+    mask = mask if tune.mask_token is None else tune.mask_token
+    if mask is None:
+        raise ConfigError(
+            "tune.no-mask-token",
+            f"{file or 'the recipe'} has no mask token ({' or '.join(MASK_NAMES)})",
+            hint="name a tokenizer that has one, or give the id of an unused token as tune.mask_token",
+        )
+    special = sorted({mask, *tune.special_tokens, *ids.values()})
+    return tune.model_copy(update={"mask_token": mask, "special_tokens": special})
 
 
 def changed_files(tune: TuneConfig) -> list[str]:
