@@ -10,6 +10,8 @@ from windlass.config.shell import PathText
 # What a model is fine-tuned for, on files of examples. `chat` reads a token store of conversations.
 Task = Literal["classify", "multi_label", "regress", "tag", "masked", "chat", "prefer"]
 EXAMPLE_TASKS = ("classify", "multi_label", "regress", "tag")
+# What is compared between validations where tune.metric = "auto"; the loss for other tasks.
+DEFAULT_METRIC = {"classify": "macro_f1", "multi_label": "macro_f1", "regress": "pearson", "tag": "span_f1"}
 
 
 class LoraConfig(Table):
@@ -71,3 +73,7 @@ class TuneConfig(Table):
     """prefer: how far answers may move from those of the starting model."""
     lora: LoraConfig | None = None
     """Train small adapters instead of the weights."""
+
+
+def selected_metric(tune: TuneConfig) -> str:
+    return DEFAULT_METRIC.get(tune.task, "loss") if tune.metric == "auto" else tune.metric

@@ -194,6 +194,8 @@ def read_rows(path: Path, text: str, tune: TuneConfig) -> Iterator[tuple[int, Ma
     header = [name.strip().lower() for name in lines[0][1]] if lines else []
     if tune.text.lower() in header and {tune.label.lower(), "target"} & set(header):
         lines = lines[1:]
+        own = {name.lower(): name for name in (tune.text, tune.pair, tune.label) if name}
+        header = [own.get(name, name) for name in header]
     else:  # without names: the texts first, the label last
         header = [tune.text, *([tune.pair] if tune.pair else []), tune.label]
     for number, row in lines:
