@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 from tests.cost.helpers import classic, own
 
+from windlass.config import Recipe
 from windlass.cost.memory import MemoryEstimate, kept_activations, layer_activations, memory
-from windlass.layout.resolve import gradient_sync
+from windlass.layout.resolve import gradient_sync, trained_share
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.spec import LayerGroup, ModelSpec
 from windlass.units import GIB
@@ -201,3 +202,16 @@ def test_an_estimate_costs_less_than_150_microseconds(llama_8b: ModelSpec) -> No
             memory(llama_8b, step, layout)
         best = min(best, (time.process_time() - started) / 200)
     assert best < 150e-6
+
+
+def test_adapters_need_no_masters_gradients_and_moments_of_the_weights(llama_8b: ModelSpec) -> None:
+    """LoRA of rank 16 on one device: 16-bit weights, and 16 bytes for each of the adapters' weights."""
+    table = {"name": "lora", "model": {"family": "llama"}, "tune": {"task": "chat", "lora": {"rank": 16}}}
+    layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)  # wq, wo; wk, wv; w1, w2, w3
+    share = trained_share(Recipe.model_validate(table), llama_8b)
+    assert share == pytest.approx(32 * 16 * layer / llama_8b.params.total) and 0.004 < share < 0.006
+    full, lora = (
+        memory(llama_8b, StepSpec(seq_len=2048, trained_share=value), Layout()).terms for value in (1.0, share)
+    )
+    assert lora["16-bit copy"] == full["16-bit copy"]
+    assert lora["weights"] + lora["optimizer states"] == pytest.approx(12 * share * llama_8b.params.total, rel=0.01)

@@ -1,16 +1,20 @@
 """The commands eval, generate, export and import, for people and as JSON."""
 
-from __future__ import annotations
-
 import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
+import typer
+from tests.evaluate.test_suites import GENERATIVE
 from typer.testing import CliRunner
 
 from windlass.cli import build
+from windlass.cli.options import option_groups
+from windlass.errors import WindlassError
 from windlass.files import read_json_lines
 from windlass.runs.folder import Run
 
@@ -109,7 +113,10 @@ def test_what_a_task_found_is_kept_when_the_next_one_is_stopped(
 
     monkeypatch.setattr(task_files, "run_task", stopped)
     argv = ["eval", run.path, "--task", tmp_path / "first.jsonl", "--task", tmp_path / "second.jsonl"]
-    assert CliRunner().invoke(build(), [str(w) for w in argv]).exit_code != 0
+    result = CliRunner().invoke(build(), [str(w) for w in [*argv, "--json"]])
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)  # also shown, since a Hugging Face folder keeps no scores
+    assert document["unfinished"] == ["second"] and {s["task"] for s in document["scores"]} == {"first"}
     assert {line["task"] for line in read_json_lines(run.eval_file)} == {"first"}
 
 
@@ -132,3 +139,68 @@ def test_generate_ends_where_it_is_told(llama_run: Run) -> None:
     # The one most probable token is what temperature 0 takes.
     assert json.loads(call(*argv[:-2], 2.0, "--top-k", 1, "--json"))["text"] == whole
     assert "sequences of 32" in call(*argv[:-1])
+
+
+def refusal(*argv: Any) -> str:
+    result = CliRunner().invoke(build(), [str(word) for word in argv])
+    assert isinstance(result.exception, WindlassError), result.output
+    return result.exception.code
+
+
+def test_generation_tasks_and_harness_in_one_table(
+    llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    tasks = {
+        "qa": [
+            {"task": {"max_tokens": 3}},
+            {"question": "de zee", "answers": "x"},
+            {"question": "wind", "answers": "y"},
+        ],
+        "code": [{"task": {"max_tokens": 3}}, {"prompt": "def f():\n", "test": "assert f() == 1"}],
+    }
+    argv: list[Any] = ["eval", llama_run.path, "--no-save"]
+    for name, items in tasks.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+        argv += ["--task", tmp_path / f"{name}.jsonl"]
+    (tmp_path / "lines.jsonl").write_text('{"question": "de zee", "answer": "x"}\n')
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "ours.yaml").write_text(
+        GENERATIVE.format(name="ours", file=tmp_path / "lines.jsonl", tokens=3)
+    )
+    assert refusal(*argv) == "evaluate.code-not-run"
+    argv += ["--run-code", "--harness", "ours", "--harness-folder", tmp_path / "tasks"]
+    document = json.loads(call(*argv, "--json"))
+    rows = {(score["task"], score["metric"]): score for score in document["scores"]}
+    assert list(rows) == [("qa", "exact_match"), ("qa", "f1"), ("code", "pass@1"), ("ours", "exact_match")]
+    assert rows["code", "pass@1"]["detail"]["reasons"] and "unfinished" not in document
+    assert refusal(*argv, "--chat") == "data.chat-template-missing"
+    assert refusal(*argv, "--engine", "vllm") == "evaluate.engine-cannot-score"
+    assert refusal("eval", llama_run.path, "--engine", "other") == "evaluate.engine-unknown"
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert (
+        refusal("eval", llama_run.path, "--task", tmp_path / "qa.jsonl", "--engine", "vllm") == "evaluate.vllm-missing"
+    )
+
+
+def test_options_of_a_group_reach_the_command() -> None:
+    seen: dict[str, Any] = {}
+
+    @dataclass
+    class Place:
+        name: Annotated[str, typer.Argument()]
+        depth: Annotated[int, typer.Option("--depth", min=1)] = 3
+
+    @option_groups
+    def dig(place: Place, deep: Annotated[bool, typer.Option("--deep")] = False) -> None:
+        """Dig a hole."""
+        seen.update(place=place, deep=deep)
+
+    app = typer.Typer()
+    app.command()(dig)
+    assert CliRunner().invoke(app, ["here", "--depth", "7", "--deep"]).exit_code == 0
+    assert seen == {"place": Place("here", 7), "deep": True}
+    assert CliRunner().invoke(app, ["here"]).exit_code == 0 and seen == {"place": Place("here", 3), "deep": False}
+    assert CliRunner().invoke(app, ["here", "--depth", "0"]).exit_code == 2

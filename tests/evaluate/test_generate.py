@@ -10,7 +10,7 @@ import torch
 
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
-from windlass.evaluate.generate import Sampling, generate, make_decoder, pick_token
+from windlass.evaluate.generate import Sampling, generate, generate_batch, make_decoder, pick_token, stop_condition
 from windlass.evaluate.open_model import open_model
 from windlass.models.build import build_model
 
@@ -126,3 +126,38 @@ def test_empty_prompt(llama_run: Any) -> None:
     with pytest.raises(ConfigError) as error:
         generate(open_model(llama_run.path).model, [], Sampling())
     assert error.value.code == "evaluate.prompt-empty"
+
+
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_gives_each_prompt_its_own_text(which: str, temperature: float, request: Any) -> None:
+    model = open_model(request.getfixturevalue(which).path).model
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6]]
+    alone = [
+        generate(model, prompt, Sampling(tokens=9, temperature=temperature, seed=seed), eos=77, stop=ends_early).ids
+        for seed, prompt in enumerate(prompts)
+    ]
+    samplings = [Sampling(tokens=9, temperature=temperature, seed=seed) for seed in range(4)]
+    together = generate_batch(model, prompts, samplings, ends=(77,), stop=ends_early)
+    assert [row.ids for row in together] == alone
+    assert [row.prompt_tokens for row in together] == [3, 1, 6, 2] and len({tuple(ids) for ids in alone}) > 1
+
+
+def ends_early(ids: list[int]) -> bool:
+    return len(ids) > 4 and ids[-1] % 3 == 0
+
+
+def test_a_stop_string_is_looked_for_behind_white_space_at_the_beginning() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    for text, strip, expected in [
+        ("\n\nabc", True, False),
+        ("\n" * 30, True, False),
+        ("\nabc\n", True, True),
+        ("\nabc", False, True),
+        ("x" * 50 + "EN", False, False),
+        ("x" * 50 + "END", False, True),
+    ]:
+        stop = stop_condition(["\n", "END"], decode, strip=strip)
+        assert stop([ord(c) for c in text]) == expected, (text, strip)

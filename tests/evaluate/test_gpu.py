@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass.evaluate.generate import Sampling, generate, make_decoder
+from windlass.evaluate.generate import Sampling, generate, generate_batch, make_decoder
 from windlass.evaluate.open_model import open_model
 from windlass.evaluate.perplexity import evaluate_text
 
@@ -33,6 +33,14 @@ def test_greedy_text_is_the_same(retnet_run: Any) -> None:
     model = open_model(retnet_run.path, dtype="fp32").model
     sampling = Sampling(tokens=40, temperature=0.0)
     assert generate(model, [5, 6, 7], sampling, replays=False).ids == generate(model, [5, 6, 7], sampling).ids
+
+
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+def test_a_replayed_batch_gives_each_prompt_its_own_text(which: str, request: Any) -> None:
+    model = open_model(request.getfixturevalue(which).path, dtype="fp32").model
+    prompts, sampling = [[5, 6, 7], [8], [9, 10, 11, 12]], Sampling(tokens=20, temperature=0.0)
+    alone = [generate(model, prompt, sampling, replays=False).ids for prompt in prompts]
+    assert [row.ids for row in generate_batch(model, prompts, [sampling] * 3)] == alone
 
 
 @pytest.mark.parametrize("which", ["llama_run", "retnet_run"])

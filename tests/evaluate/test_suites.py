@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from windlass.data.store import Store
-from windlass.data.tokenizer import Tokenizer
+from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.evaluate.generate import Sampling, generate, prompt_room
 from windlass.evaluate.likelihood import likelihoods, token_pair
@@ -235,6 +235,24 @@ metric_list:
     aggregation: mean
     higher_is_better: true
 """
+GENERATIVE = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  until: ["."]
+  max_gen_toks: {tokens}
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+"""
 
 
 def test_the_harness_says_the_same_three_ways(
@@ -255,7 +273,14 @@ def test_the_harness_says_the_same_three_ways(
     folder.mkdir()
     (folder / "ours.yaml").write_text(HARNESS.format(name="ours", file=file))
     opened = open_model(llama_run.path)
-    native = {s.metric: s.value for s in run_harness(opened, tokenizer, ["ours"], folder=folder)}
+    generated = [{"question": f"{q['context']} {n}", "answer": "never"} for n, q in enumerate(questions(12))]
+    for item in generated[:7]:  # what the model says is the right answer of seven
+        ids = generate(opened.model, tokenizer.encode(item["question"]), Sampling(tokens=5, temperature=0)).ids
+        item["answer"] = tokenizer.decode(ids).split(".")[0]
+    lines = write(tmp_path / "lines.jsonl", generated)
+    (folder / "free.yaml").write_text(GENERATIVE.format(name="free", file=lines, tokens=5))
+    scores, free = run_harness(opened, tokenizer, ["ours", "free"], folder=folder)
+    native = {s.metric: s.value for s in scores}
     light = {
         s.metric: s.value for s in run_task(opened, tokenizer, read_task_file(file), SuiteOptions()) if s.group == "all"
     }
@@ -263,17 +288,19 @@ def test_the_harness_says_the_same_three_ways(
     hf = lm_eval.simple_evaluate(
         model="hf",
         model_args=f"pretrained={tmp_path / 'hf'},dtype=float32",
-        tasks=["ours"],
+        tasks=["ours", "free"],
         device="cpu",
         batch_size=4,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         log_samples=False,
-    )["results"]["ours"]
+    )["results"]
+    assert [s.value for s in free] == [hf["free"]["exact_match,none"]] == [7 / 12]
+    hf = hf["ours"]
     assert native["acc"] == hf["acc,none"] == light["accuracy"]
     assert native["acc_norm"] == hf["acc_norm,none"]
     assert 0 < native["acc"] < 1
     with pytest.raises(ConfigError) as error:
-        run_harness(opened, tokenizer, ["theirs"], folder=folder)
+        next(run_harness(opened, tokenizer, ["theirs"], folder=folder))
     assert error.value.code == "evaluate.harness-task-unknown" and "theirs" in error.value.message
 
 
@@ -283,7 +310,7 @@ def test_a_datasets_library_that_runs_scripts_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("datasets.__version__", "3.6.0")
     with pytest.raises(ConfigError) as error:
-        run_harness(None, None, ["any"])  # type: ignore[arg-type]
+        next(run_harness(None, None, ["any"]))  # type: ignore[arg-type]
     assert error.value.code == "evaluate.dataset-scripts" and "3.6.0" in error.value.message
 
 
@@ -305,11 +332,10 @@ def test_rolling_and_generation_through_the_adapter(llama_run: Run, tokenizer: T
         ]
         total += sum(float(logs[i, t]) for i, t in enumerate(ids[start:stop]))
     assert rolling_likelihood(opened, tokenizer, text) == pytest.approx(total, rel=1e-5)
-    free = generate_until(opened, tokenizer, "de zee", {"max_gen_toks": 8})
+    (free,) = generate_until(opened, tokenizer, [("de zee", {"max_gen_toks": 8})])
     assert len(free) > 2
-    assert (
-        generate_until(opened, tokenizer, "de zee", {"max_gen_toks": 8, "until": [free[2]]}) == free.split(free[2])[0]
-    )
+    requests = [("de zee", {"max_gen_toks": 8, "until": [free[2]]}), ("de zee", {"max_gen_toks": 8})]
+    assert generate_until(opened, tokenizer, requests) == [free.split(free[2])[0], free]
 
 
 def test_overlap_finds_what_was_trained_on(store: Store) -> None:
@@ -349,3 +375,31 @@ def test_the_text_that_gives_an_item_away() -> None:
     assert SUITES.load("multiple choice").solved_text(choice) == "de haven"
     assert SUITES.load("cloze").solved_text({"context": "de", "answer": " zee"}) == "de zee"
     assert SUITES.load("translation").solved_text({"source": "a", "reference": "b"}) == "a\nb"
+
+
+def test_the_harness_asks_through_the_chat_template(
+    llama_run: Run, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    from windlass.evaluate.answers import NativeEngine
+    from windlass.evaluate.harness import run_harness
+
+    template = (
+        "{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.path.read_bytes())
+    chat = load_tokenizer(tmp_path)
+    lines = write(tmp_path / "lines.jsonl", [{"question": "de zee", "answer": "x"}])
+    (tmp_path / "free.yaml").write_text(GENERATIVE.format(name="free", file=lines, tokens=5))
+    asked: list[Any] = []
+
+    def complete(self: Any, prompts: Any, samplings: Any, **more: Any) -> list[list[int]]:
+        asked.extend(prompts)
+        return [chat.encode("x.")] * len(prompts)
+
+    monkeypatch.setattr(NativeEngine, "complete", complete)
+    (scores,) = run_harness(open_model(llama_run.path), chat, ["free"], folder=tmp_path, chat=True)
+    assert scores[0].value == 1.0 and asked == [[*chat.encode("de zee"), chat.eos, *chat.encode(">")]]

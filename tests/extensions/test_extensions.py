@@ -182,7 +182,7 @@ load_recipe(sys.argv[1], ["optim.name=adamw"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([
         ["deepspeed", "native", "demo"], ["next_token", "demo"], ["adamw", "ademamix", "lion", "sgd", "demo"], 
-        ["apertus", "gemma3", "hf", "llama", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe", "retnet", "smollm3", "recurrent", "sandwich"],
+        ["apertus", "deepseek_v2", "deepseek_v3", "gemma3", "gpt_oss", "hf", "llama", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "qwen2", "qwen3", "qwen3_moe", "retnet", "smollm3", "recurrent", "sandwich"],
         ["constant", "cosine", "linear", "wsd", "demo"], ["mlflow", "tensorboard", "wandb", "demo"],
     ])  # fmt: skip
 

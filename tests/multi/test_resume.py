@@ -130,3 +130,21 @@ def test_pure_bf16_works_sharded(spawn: Any, tmp_path: Path) -> None:
     spawn(run_here, 2, str(tmp_path / "b"), recipe(10, 4, shard="full", train=pure))
     a, b = curve(tmp_path / "a"), curve(tmp_path / "b")
     assert max(abs(a[s][0] - b[s][0]) for s in a) < 2e-2, "rounding at random differs, the course does not"
+
+
+@pytest.mark.multi
+def test_muon_goes_on_in_another_layout(spawn: Any, tmp_path: Path) -> None:
+    """Matrices have one moment and the others two; both find their parts again."""
+
+    def value(steps: int, micro: int, **layout: Any) -> Recipe:
+        changed = recipe(steps, micro, **layout)
+        return changed.model_copy(
+            update={"optim": changed.optim.model_copy(update={"name": "muon", "lr": 1e-3, "eps": 1e-2})}
+        )
+
+    assert run_here(str(tmp_path / "uncut"), value(6, 16)) == 0
+    for steps, layout in ((2, {"shard": "full"}), (4, {"shard": "none", "tensor": 2}), (6, {})):
+        part = value(steps, 8, **layout)
+        codes = spawn(run_here, 2, str(tmp_path / "b"), part) if layout else [run_here(str(tmp_path / "b"), part)]
+        assert set(codes) == {0}
+    same(curve(tmp_path / "b"), curve(tmp_path / "uncut"))

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.train.chat_store import conversation, make_store, pair, recipe_table
 from tests.train.helpers import build, new_run, run_here, steps
 from torch import nn
 
-from windlass.blocks.head.loss import IGNORED, chunked_loss, next_token_loss
+from windlass.blocks.head.loss import chunked_loss, next_token_loss
 from windlass.checkpoint.names import TRANSFORMS
 from windlass.config import Recipe
 from windlass.convert.config_json import config_json, format_of
@@ -22,7 +23,9 @@ from windlass.convert.source import find_source, load_model
 from windlass.convert.weights import open_weights
 from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json_lines
+from windlass.layout.types import IGNORED
 from windlass.runs.folder import Run
+from windlass.train.batches import cut
 from windlass.train.loop import open_batches
 from windlass.train.preference import attach_reference
 
@@ -129,6 +132,21 @@ def test_a_mix_with_texts_counts_every_token_of_them(store: Path) -> None:
     shares = (~batch.ignored).float().mean(1)  # type: ignore[union-attr]
     names = training.stream.sources
     assert min(shares[source == names.index("web")]) > 0.8 > max(shares[source == names.index("chat")])
+
+
+def test_validation_counts_answers_only(tmp_path: Path) -> None:
+    store = make_store(tmp_path, validation=0.4)
+    training = build(chat(store, data={"mix": {}}))
+    batch = training.stream.__class__(training.stream.store, training.recipe.data, seed=0, split="validation")
+    count = int(batch.mixture.windows.sum())
+    numbers = np.resize(np.arange(count), 2 * -(-count // 2))
+    hidden = torch.from_numpy(batch.ignored(numbers))
+    arrays = (torch.from_numpy(a).long() for a in (batch.sequences(numbers), batch.document_ids(numbers)))
+    with torch.no_grad():
+        sums = training.parts.modules[0](*cut(*arrays, training.world, hidden))
+    validation = training.validator.run()
+    assert validation is not None and validation.overall.bits_per_byte is None
+    assert validation.overall.loss == pytest.approx(float(sums[1] / (~hidden).sum()), rel=1e-5)
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(store: Path, tmp_path: Path) -> None:

@@ -16,7 +16,13 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.train import loop
 
-SHAPES = {"nemotron_h": {"pattern": "M-", "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}}}
+SHAPES = {
+    "nemotron_h": {
+        "layers": 1,
+        "pattern": "M",
+        "mamba": {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8},
+    }
+}
 
 
 def recipe(family: str = "llama", **train: Any) -> Recipe:
@@ -84,8 +90,23 @@ def test_every_kind_of_layer_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dynamo, "recompile_limit", 8)
     build(recipe("llama", compile=True))
     assert dynamo.recompile_limit == 8
-    build(recipe("nemotron_h", compile=True))
-    assert dynamo.recompile_limit == 12
+    hybrid = recipe("nemotron_h", compile=True)
+    model = hybrid.model.model_copy(update={"layers": 3, "pattern": "M-*"})
+    build(hybrid.model_copy(update={"model": model}))
+    assert dynamo.recompile_limit == 4 * (3 + 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_layers_are_measured_without_a_break(front_end: None, recompute: str) -> None:
+    looks = []
+    for options in ({}, {"compile": True, "recompute": recompute}):
+        torch._dynamo.reset()
+        training = build(recipe(instruments=1, **options))
+        batches = loop.open_batches(training)
+        looks.append(training.stepper.step(*next(batches), 0.1, measure=True).layers)
+        batches.close()
+    torch.testing.assert_close(looks[1], looks[0], rtol=1e-4, atol=1e-6, equal_nan=True)
+    assert torch.isfinite(looks[0][:2]).all()
 
 
 def test_a_budget_keeps_less_and_computes_the_same(front_end: None) -> None:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from tests.train.helpers import build, steps
 
-from windlass.blocks.head.loss import IGNORED, chunked_loss, next_token_loss
+from windlass.blocks.head.loss import chunked_loss, next_token_loss
 from windlass.config import Recipe, check
 from windlass.errors import ConfigError
+from windlass.layout.types import IGNORED
 from windlass.train.goldfish import left_out
 
 

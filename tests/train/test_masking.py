@@ -11,9 +11,9 @@ from tests.train.helpers import build, new_run, run_here
 from tests.train.tuning_files import make_masked_store, masked_table, save_encoder
 
 from windlass.config import Recipe
-from windlass.data.example_batches import IGNORED
 from windlass.data.examples import complete_tune
 from windlass.errors import ConfigError
+from windlass.layout.types import IGNORED
 from windlass.train.loop import open_batches
 from windlass.train.masking import Masking
 
@@ -74,9 +74,28 @@ def test_loss_of_transformers(folder: Path) -> None:
     reader.close()
     assert training.stepper.masking is not None and isinstance(tokens, torch.Tensor)
     inputs, targets = training.stepper.masking.hide(tokens[:, :-1], 0)
-    expected = float(theirs(input_ids=inputs, labels=targets).loss)
+    labels = targets.masked_fill(targets == IGNORED, -100)
+    with torch.no_grad():
+        expected = float(theirs(input_ids=inputs, labels=labels).loss)
     assert float(training.stepper.step(tokens, None, 0.0).values[0]) == pytest.approx(expected, rel=2e-6)
     assert training.validator is not None and training.validator.run().overall.bits_per_byte is None
+
+
+def test_export_is_loaded_by_transformers(folder: Path, tmp_path: Path) -> None:
+    """The class of the export is that of masked language models, verified by logits, and a fine-tuning starts from it."""
+    import transformers
+
+    from windlass.convert.export import export
+
+    table = recipe(folder, train={"steps": 1, "eval_every": 0})
+    run = new_run(tmp_path / "run")
+    run.path.joinpath("config.json").write_text(table.model_dump_json())
+    assert run_here(table, run) == 0
+    exported = export(run.path, tmp_path / "exported")
+    assert exported.check is not None and exported.check.difference < 1e-5
+    assert type(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "exported")).__name__ == "BertForMaskedLM"
+    body = transformers.AutoModel.from_pretrained(tmp_path / "exported")
+    assert body.config.num_hidden_layers == 2
 
 
 def test_learns_and_resumes(folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,26 @@ from typing import Any
 
 GOOD = ["dobry", "świetny", "wspaniały", "miły", "ładny", "pyszny", "szybki", "czysty"]
 BAD = ["zły", "okropny", "fatalny", "brudny", "wolny", "niesmaczny", "drogi", "głośny"]
-OTHER = ["hotel", "obsługa", "pokój", "jedzenie", "lekarz", "produkt", "był", "była", "jest", "bardzo", "naprawdę", "trochę", "tam", "tutaj", "i", "ale", "w", "na"]
+OTHER = [
+    "hotel",
+    "obsługa",
+    "pokój",
+    "jedzenie",
+    "lekarz",
+    "produkt",
+    "był",
+    "była",
+    "jest",
+    "bardzo",
+    "naprawdę",
+    "trochę",
+    "tam",
+    "tutaj",
+    "i",
+    "ale",
+    "w",
+    "na",
+]
 
 
 def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:

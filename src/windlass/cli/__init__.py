@@ -38,8 +38,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
     "torch": "train", "safetensors": "train", "psutil": "train", "tokenizers": "data", "tiktoken": "data",
-    "sentencepiece": "data", "zstandard": "data", "pyarrow": "data", "transformers": "eval", "lm_eval": "eval",
-    "sacrebleu": "eval", "matplotlib": "png", "wandb": "trackers", "tensorboard": "trackers", "mlflow": "trackers",
+    "sentencepiece": "data", "zstandard": "data", "pyarrow": "data", "jinja2": "data", "transformers": "eval",
+    "lm_eval": "eval", "sacrebleu": "eval", "rouge_score": "eval", "matplotlib": "png", "wandb": "trackers", "tensorboard": "trackers", "mlflow": "trackers",
 }  # fmt: skip
 OS_HINTS = {
     errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; complete files are kept",

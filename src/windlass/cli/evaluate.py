@@ -3,90 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from windlass.cli.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, SaveOption, StepOption
+from windlass.cli.options import JsonOption, ModelChoice, SaveOption, option_groups
 from windlass.cli.output import bar, show, table, text_of
-from windlass.files import write_atomic
+from windlass.errors import ConfigError
+from windlass.files import append_line, write_atomic
 from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
     from windlass.evaluate.open_model import OpenModel
     from windlass.evaluate.scores import EvalScore, LanguageRow
+    from windlass.evaluate.suites import SuiteOptions
     from windlass.evaluate.task_files import TaskFile
 
     Keep = Callable[..., None]
 
 
-def eval_(
-    run: ModelArgument,
+@dataclass(frozen=True)
+class HeldOutOptions:
     store: Annotated[
         Path | None, typer.Option("--store", help="Token store of held-out text (default: the run's own).")
-    ] = None,
+    ] = None
     split: Annotated[
         str | None, typer.Option("--split", help="Split of the store (default: the recipe's, else `validation`).")
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         str | None, typer.Option("--tokens", help='Approximate maximum number of tokens ("10M"), over the whole split.')
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class TaskOptions:
     task: Annotated[
         list[Path] | None,
-        typer.Option("--task", help="JSONL file of a task (multiple choice, cloze, translation); repeatable."),
-    ] = None,
-    harness: Annotated[
-        str | None, typer.Option("--harness", help="Comma-separated lm-evaluation-harness tasks.")
-    ] = None,
+        typer.Option("--task", help="JSONL file of a task; its fields choose the suite; repeatable."),
+    ] = None
+    harness: Annotated[str | None, typer.Option("--harness", help="Comma-separated lm-evaluation-harness tasks.")] = (
+        None
+    )
     harness_folder: Annotated[
         Path | None,
         typer.Option("--harness-folder", help="Folder of task YAML files; tasks are read only from this folder."),
-    ] = None,
-    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Solved examples before each question.")] = None,
+    ] = None
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Solved examples before each question.")] = None
     template: Annotated[
-        str, typer.Option("--template", help="Translation: the prompt, with {source} in it.")
-    ] = "{source}\n",
+        str | None,
+        typer.Option("--template", help="Prompt of a generation task, with {source} or its other fields in it."),
+    ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask generation and harness tasks through the tokenizer's chat template.")
+    ] = False
+    engine: Annotated[str, typer.Option("--engine", help="Generate with our decoder (windlass) or with vllm.")] = (
+        "windlass"
+    )
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Code tasks: run what the model writes, in a sandbox.")
+    ] = False
+    weak_sandbox: Annotated[
+        bool,
+        typer.Option("--weak-sandbox", help="With --run-code: also where the kernel cannot isolate the code fully."),
+    ] = False
+    answers: Annotated[
+        Path | None, typer.Option("--answers", help="Append prompts and generated answers to this JSONL file.")
+    ] = None
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Harness: maximum number of questions per task.")
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class RecordedOptions:
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Compute nothing: show the scores in eval.jsonl by language.")
+    ] = False
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--compare-with", "--beside", help="With --recorded: add another run to the table; repeatable."),
+    ] = None
+    all_steps: Annotated[
+        bool, typer.Option("--all-steps", help="With --recorded: every evaluated checkpoint, not only the newest.")
+    ] = False
+
+
+@option_groups
+def eval_(
+    model: ModelChoice,
+    text: HeldOutOptions,
+    tasks: TaskOptions,
+    recorded: RecordedOptions,
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Also look for the evaluation texts in the training split.")
     ] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per forward pass.")] = None,
-    step: StepOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with charts by group.")] = None,
     save: SaveOption = True,
-    recorded: Annotated[
-        bool, typer.Option("--recorded", help="Compute nothing: show the scores in eval.jsonl by language.")
-    ] = False,
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option("--compare-with", "--beside", help="With --recorded: add another run to the table; repeatable."),
-    ] = None,
-    all_steps: Annotated[
-        bool, typer.Option("--all-steps", help="With --recorded: every evaluated checkpoint, not only the newest.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
     from windlass.evaluate import scores as scoring
 
-    if recorded or beside or all_steps:
-        rows = scoring.recorded_rows([run, *(beside or [])], every_step=all_steps)
+    if recorded.recorded or recorded.beside or recorded.all_steps:
+        rows = scoring.recorded_rows([model.run, *(recorded.beside or [])], every_step=recorded.all_steps)
         if html is not None:
             write_atomic(html, scoring.language_page(rows))
         show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
         return
-    from windlass.evaluate import open_model, task_files  # they need torch, which recorded scores do not
+    from windlass.evaluate import open_model  # needs torch, which recorded scores do not
 
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
-    limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
-    tasks = [task_files.read_task_file(path) for path in task or []]
-    opened = open_model.open_model(run, step=step, device=device, dtype=dtype)
+    limit_tokens = parse_tokens(text.max_tokens) if text.max_tokens is not None else None
+    chosen = _read_tasks(tasks, batch)
+    own_engine = tasks.engine == "windlass"
+    opened = open_model.open_model(
+        model.run, step=model.step, device=model.device, dtype=model.dtype, weights=own_engine
+    )
     source, scores = opened.source, list["EvalScore"]()
 
     def keep(new_scores: list[EvalScore], **more: Any) -> None:
@@ -96,10 +133,9 @@ def eval_(
             scoring.append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
 
     answer: dict[str, Any] = {}
-    if tasks or harness:
-        options = {"shots": shots or 0, "template": template, "batch": batch}
-        harness_options = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
-        _run_tasks(opened, tasks, options, harness, harness_options, overlap, keep, quiet=as_json)
+    if chosen or tasks.harness:
+        unfinished = _run_tasks(opened, chosen, tasks, batch, overlap, keep, quiet=as_json)
+        answer = {"unfinished": unfinished} if unfinished else {}
         cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
         language_rows = scoring.language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
         printed = [
@@ -109,43 +145,110 @@ def eval_(
                 for name, count in cut.items()
             ),
             _language_table(language_rows) if len(scoring.languages(language_rows)) > 1 else None,
+            f"stopped: no scores of {', '.join(unfinished)}" if unfinished else None,
         ]
     else:
-        split = split or opened.recipe.data.validation or "validation"
-        answer, printed = _held_out(opened, store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
+        split = text.split or opened.recipe.data.validation or "validation"
+        answer, printed = _held_out(opened, text.store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
     if html is not None:
         write_atomic(html, scoring.scores_page(opened.recipe.name, opened.step, scores))
     about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens, "note": source.note}
     document = {**about, "device": opened.device_text, **answer, "scores": [score.line() for score in scores]}
     written = f"written to {source.run.eval_file}" if save and source.run is not None else None
     show(as_json, document, source.note or None, *printed, written)
+    if answer.get("unfinished"):
+        raise typer.Exit(130)  # as a shell counts Ctrl-C
+
+
+def _read_tasks(tasks: TaskOptions, batch: int | None) -> list[tuple[TaskFile, SuiteOptions]]:
+    """Task files and how they are asked; refused here if the options cannot work."""
+    from windlass.evaluate import task_files
+
+    engines = ("windlass", "vllm")
+    if tasks.engine not in engines:
+        raise ConfigError(
+            "evaluate.engine-unknown", f"there is no engine {tasks.engine!r}", hint=f"use {' or '.join(engines)}"
+        )
+    chosen = []
+    for path in tasks.task or []:
+        task = task_files.read_task_file(path)
+        options = task.options(
+            shots=tasks.shots,
+            template=tasks.template,
+            chat=tasks.chat,
+            run_code=tasks.run_code,
+            weak_sandbox=tasks.weak_sandbox,
+            batch=batch,
+        )
+        task_files.check_task(task, options)
+        chosen.append((task, options))
+    needs_weights = [task.name for task, _ in chosen if not getattr(task.suite, "generates", False)]
+    needs_weights += tasks.harness.split(",") if tasks.harness else []
+    if tasks.engine != "windlass" and (needs_weights or not chosen):
+        raise ConfigError(
+            "evaluate.engine-cannot-score",
+            f"{tasks.engine} only generates, and {', '.join(needs_weights) or 'held-out text'} needs the probabilities "
+            "of given texts or the harness",
+            hint="evaluate those without --engine",
+        )
+    return chosen
 
 
 def _run_tasks(
     opened: OpenModel,
-    tasks: Sequence[TaskFile],
-    options: dict[str, Any],
-    harness: str | None,
-    harness_options: dict[str, Any],
+    chosen: Sequence[tuple[TaskFile, SuiteOptions]],
+    tasks: TaskOptions,
+    batch: int | None,
     overlap: bool,
     keep: Keep,
     *,
     quiet: bool,
-) -> None:
+) -> list[str]:
+    """Run tasks one after another; the names of those that Ctrl-C left without scores."""
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate import suites, task_files
+    from windlass.data.chat import load_chat_template
+    from windlass.evaluate import task_files
+    from windlass.evaluate.answers import VllmEngine
     from windlass.evaluate.harness import run_harness
 
+    engine = VllmEngine(opened) if tasks.engine == "vllm" else None
     tokenizer = find_tokenizer(opened.source)
-    for task in tasks:
-        with bar(task.name, quiet=quiet) as progress:
-            scores = task_files.run_task(opened, tokenizer, task, suites.SuiteOptions(**options, progress=progress))
-        if overlap:
-            with bar("looking for overlap", quiet=quiet) as progress:
-                scores += task_files.task_overlap(opened.source, tokenizer, task, progress)
-        keep(scores)
-    if harness:
-        keep(run_harness(opened, tokenizer, harness.split(","), **harness_options))
+    if tasks.chat:
+        load_chat_template(tokenizer)  # refused now, and not in the middle of the tasks
+    names = tasks.harness.split(",") if tasks.harness else []
+    unfinished = [task.name for task, _ in chosen] + names
+
+    def keep_answers(name: str, rows: list[dict[str, Any]]) -> None:
+        if tasks.answers is not None:
+            for row in rows:
+                append_line(tasks.answers, {"task": name, **row})
+
+    try:
+        for task, options in chosen:
+            with bar(task.name, quiet=quiet) as progress:
+                more = {"engine": engine, "progress": progress, "keep_answers": partial(keep_answers, task.name)}
+                scores = task_files.run_task(opened, tokenizer, task, options.model_copy(update=more))
+            if overlap:
+                with bar("looking for overlap", quiet=quiet) as progress:
+                    scores += task_files.task_overlap(opened.source, tokenizer, task, progress)
+            keep(scores)
+            unfinished.remove(task.name)
+        if not names:
+            return []
+        with bar("harness", quiet=quiet) as progress:
+            harness: dict[str, Any] = {
+                "folder": tasks.harness_folder,
+                "shots": tasks.shots,
+                "limit": tasks.limit,
+                "chat": tasks.chat,
+            }
+            parts = run_harness(opened, tokenizer, names, batch=batch, progress=progress, **harness)
+            for name, scores in zip(names, parts, strict=True):
+                keep(scores)
+                unfinished.remove(name)
+    except KeyboardInterrupt:
+        return unfinished
+    return []
 
 
 def _held_out(

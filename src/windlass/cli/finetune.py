@@ -40,7 +40,8 @@ def finetune(
         int | None, typer.Option("--length", min=1, help="Tokens of a text that are read (default: 256).")
     ] = None,
     patience: Annotated[
-        int | None, typer.Option("--patience", min=0, help="Stop after so many epochs without a better score; 0: never.")
+        int | None,
+        typer.Option("--patience", min=0, help="Stop after so many epochs without a better score; 0: never."),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to run (0, 1, 2, ...).")] = 1,
     devices: ProcessesOption = None,
@@ -74,7 +75,15 @@ def finetune(
     chosen = {} if names is None else {"text": names[0], "label": names[-1]}
     chosen |= {"pair": names[1]} if names is not None and len(names) == 3 else {}
     files = {"train": None if train is None else str(train), "test": None if test is None else str(test)}
-    options = {"task": task, "frozen": frozen, "epochs": epochs, "batch": batch, "patience": patience, **files, **chosen}
+    options = {
+        "task": task,
+        "frozen": frozen,
+        "epochs": epochs,
+        "batch": batch,
+        "patience": patience,
+        **files,
+        **chosen,
+    }
     tune, seq_len = read_task(task_file, options)
     data_set = task_file.stem if task_file is not None else Path(tune.test or tune.train or "").stem
     run_name = task_file.stem if task_file is not None else Path(tune.train or "").stem

@@ -1,7 +1,11 @@
 """Arguments and options that several commands share, written once so that help is the same everywhere."""
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -39,3 +43,45 @@ AdjustOption = Annotated[
     bool,
     typer.Option("--adjust", help="Take the nearest global batch that the devices divide without loss, and say so."),
 ]
+
+
+def option_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with dataclasses as parameters: every field becomes an option of the command, in the order written.
+
+    The command gets options that belong together as one value, instead of twenty parameters.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        group = groups[parameter.name]
+        types = get_type_hints(group, include_extras=True)
+        for field in dataclasses.fields(group):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name]
+                )
+            )
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        function(**values)
+
+    del command.__wrapped__  # typer would read the original's parameters
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+    run: ModelArgument
+    step: StepOption = None
+    device: DeviceOption = None
+    dtype: DtypeOption = None

@@ -90,7 +90,12 @@ def sweep(
     expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
     faults = commands.check_commands(loaded, points, load_cluster(cluster) if cluster else None)
     path = run or Path("runs") / loaded.sweep.name
-    options = [*(overrides or ()), *(["--command", command] if command else []), *(["--stage", stage] if stage else []), *(["--force"] if force else [])]
+    options = [
+        *(overrides or ()),
+        *(["--command", command] if command else []),
+        *(["--stage", stage] if stage else []),
+        *(["--force"] if force else []),
+    ]
     if dry_run:
         arrays = []
         if slurm:

@@ -210,7 +210,9 @@ def find_problems(sweep: SweepConfig, *, same_points: bool = True) -> list[str]:
         problems += _command_problems(sweep, axes, same_points)
     board = sweep.leaderboard
     wanted = [] if board is None else [("leaderboard", board.rows), ("leaderboard", board.columns)]
-    named = wanted + [("exclude", key) for table in sweep.exclude for key in table] + [("heat", key) for key in sweep.heat]
+    named = (
+        wanted + [("exclude", key) for table in sweep.exclude for key in table] + [("heat", key) for key in sweep.heat]
+    )
     listed = ", ".join(sorted(axes))
     return problems + [f"{kind}: {key} is not an axis; axes: {listed}" for kind, key in named if key not in axes]
 

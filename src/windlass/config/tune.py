@@ -20,6 +20,7 @@ class LoraConfig(Table):
     alpha: PositiveFloat = 32.0
     """Their product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that is set to zero in training."""
     targets: list[str] = Field(default_factory=list)
     """Names of the layers that get an adapter (wq, w1, ...; q_proj of a transformers model). Empty: those of attention
     and feed-forward."""

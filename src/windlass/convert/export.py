@@ -82,7 +82,9 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        sizes, tensors = write_weights(source.recipe, open_weights(source.folder), temporary, dtype, shard_bytes, progress)
+        sizes, tensors = write_weights(
+            source.recipe, open_weights(source.folder), temporary, dtype, shard_bytes, progress
+        )
         try:
             loaded = find_tokenizer(source, tokenizer)
         except DataError:

@@ -43,9 +43,10 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> d
         else:
             original.pop("auto_map", None)  # names code, which is not copied
             original |= {} if _special_token(original, "eos_token") == end else {"eos_token": end}
-            for path in (tokenizer.path.with_name(name) for name in SETTINGS_FILES):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+        names = SETTINGS_FILES if original is not None else SETTINGS_FILES[-1:]  # else only a chat template
+        for path in (tokenizer.path.with_name(name) for name in names):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
     write_json(folder / "tokenizer_config.json", original or settings)
     if tokenizer.eos is None:
         return {}

@@ -18,8 +18,8 @@ from windlass.config import Recipe
 from windlass.convert.config_json import format_of
 from windlass.errors import CheckpointError
 from windlass.models.hf import build_hf
-from windlass.models.task_head import tuned_model
 from windlass.models.presets.hf import read_config_json
+from windlass.models.task_head import tuned_model
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

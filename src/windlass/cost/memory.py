@@ -95,7 +95,7 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
     """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last
     (head)."""
     layer_bytes = []  # kept from the forward to the backward pass, and more while the backward pass runs
-    for layer in (group.layer for group in model.groups):
+    for layer in (group.layer for group in model.distinct_layers):
         full = layer_activations(layer, step, layout)
         kept = kept_activations(layer, step, layout, full)
         transient = max(0.0, full - kept)
@@ -104,6 +104,7 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
             largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
             transient += stream * (2.0 if step.recompute == "full" else 1.0) + largest
         layer_bytes.append((kept, transient))
+    layer_bytes = [layer_bytes[kind] for kind in model.layer_kinds]
     groups = sum(degree > 1 for degree in (layout.data, *(getattr(layout, axis) for axis in AXES)))
     outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     estimates = []
@@ -202,7 +203,7 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
         fused = sum(layer.fusable_weights * count for layer, count in rank.layers) / layout.tensor
         kept += (1.0 if step.precision == "fp8" else 2.0) * fused
     activations, one_layer = kept * rank.in_flight, rank.transient * tokens
-    head = size * (rank.embedding if model.tied else rank.head) if rank.has_loss else 0.0
+    head = step.trained_share * size * (rank.embedding if model.tied else rank.head) if rank.has_loss else 0.0
     always = {**states, "inputs": _input_bytes(model, step, layout, tokens), "workspaces": WORKSPACE_BYTES}
     mask = 0.0
     if step.mask_documents and layout.context > 1:
@@ -223,11 +224,12 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
         # Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under
         # zero2 also in 16 bits.
         both = layout.divides_gradients_only and step.precision != "fp32"
-        last_reduction = rank.embedding * (6.0 if both else 4.0)
+        last_reduction = step.trained_share * rank.embedding * (6.0 if both else 4.0)
     backward = {
         **always,
         "unsharded weights": late_weights,
-        "reduction buffers": (size + 4.0) * rank.params_per_layer * (joined - (layout.weight_shards == 1)),
+        "reduction buffers": step.trained_share
+        * ((size + 4.0) * rank.params_per_layer * (joined - (layout.weight_shards == 1))),
     }
     last_layers = activations / max(1.0, rank.num_layers * rank.in_flight) * max(1.0, rank.in_flight - 1.0)
     moments = {
@@ -263,7 +265,7 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
         moments["backward, embedding"] = {
             **always,
             "gradients": max(0.0, gradients - 4.0 * rank.embedding),
-            "embedding's gradient": 12.0 * rank.embedding,
+            "embedding's gradient": 12.0 * step.trained_share * rank.embedding,
             "activations": activations * share,
         }
     return moments
@@ -297,7 +299,7 @@ def _rank_states(step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[dict[s
 def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, float], float, float, float]:
     """Bytes of one device: weights, masters and moments by name; gradients when the loss is computed (none yet, unless
     micro-batches are accumulated or a buffer is kept); gradients after it; temporaries of the optimizer step."""
-    engine = ENGINE_PROFILES[step.engine]
+    engine, trained = ENGINE_PROFILES[step.engine], params * step.trained_share
     moments = float(step.moment_tensors * MOMENT_BYTES.get(step.moments, 4))
     gradient_shards = layout.shard_size if layout.divides_gradients_only else layout.weight_shards
     update = 0.0
@@ -306,9 +308,11 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
         # zero2 and hybrid_zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep
         # the gathered 16-bit weights.
         pure, accumulates = step.precision == "bf16_pure", layout.accumulation > 1
+        # On one device frozen weights are 16-bit and have no master.
+        alone = step.native and layout.devices == 1 and step.precision in ("bf16", "fp8")
         always = {
-            "weights": (2.0 if pure else 4.0) * params / layout.shard_size,
-            "optimizer states": (min(moments, 4.0) if pure else moments) * params / layout.shard_size,
+            "weights": (2.0 if pure else 4.0) * (trained if alone else params) / layout.shard_size,
+            "optimizer states": (min(moments, 4.0) if pure else moments) * trained / layout.shard_size,
         }
         gathered = layout.shard not in ("full", "hybrid") and not (pure and layout.shard_size == 1)
         if gathered and step.precision != "fp32":
@@ -316,9 +320,9 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
         if layout.shard == "zero1":
             gradient_shards = 1 if accumulates else layout.shard_size  # undivided until the one reduction per step
         narrow = pure or step.gradient_precision == "bf16"
-        if step.native and layout.devices == 1 and step.precision in ("bf16", "fp8"):
+        if alone:
             narrow = not accumulates  # 16-bit gradients of 16-bit weights; accumulated ones are summed in fp32
-        gradients = (2.0 if narrow else 4.0) * params / gradient_shards
+        gradients = (2.0 if narrow else 4.0) * trained / gradient_shards
         early_gradients = gradients if accumulates or layout.pipeline > 1 else 0.0
     else:
         # 16-bit weights and a gradient buffer stay; fp32 masters and moments belong to the optimizer, which is often

@@ -322,7 +322,7 @@ def _micro_batch(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, to
     # Rows of other engines do not say how an uneven pipeline is split: the mean is taken.
     held = layers_of_rank(model.num_layers, layout, 0) if step.native else model.num_layers / layout.pipeline
     terms: dict[str, float] = {}
-    for group in model.groups:
+    for group in model.distinct_layers:
         count = held * group.count / model.num_layers
         for name, seconds in _layer_seconds(group.layer, step, layout, r, tokens).items():
             terms[name] = terms.get(name, 0.0) + count * seconds

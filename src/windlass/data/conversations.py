@@ -48,7 +48,7 @@ class MarkedText(str):
 def read_messages(record: Any, form: str) -> list[Message]:
     """The messages of a record in the form `messages`, `sharegpt` or `alpaca`; `chat` recognises which."""
     if not isinstance(record, Mapping):
-        raise UnusableConversationError("not a JSON object")
+        raise UnusableConversationError("not a JSON object (a file has one record per line)")
     if form == "chat":
         forms = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
         form = next((form for key, form in forms.items() if key in record), "unknown")

@@ -12,10 +12,9 @@ import numpy.typing as npt
 from windlass.config.tune import TuneConfig
 from windlass.data.examples import Example
 from windlass.errors import ConfigError
+from windlass.layout.types import IGNORED
 
 Ints = npt.NDArray[np.int64]
-# Target that does not count. Numbers have NaN instead.
-IGNORED = -100
 # Texts are sorted by length within so many batches: padding falls, and batches stay different in every epoch.
 SORTED_BATCHES = 50
 Encode = Callable[[Example], "EncodedText"]

@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from windlass.config import Recipe
+from windlass.config import LayoutConfig, Recipe
 from windlass.config.tune import EXAMPLE_TASKS, TuneConfig
 from windlass.errors import ConfigError, DataError
 from windlass.files import parse_json, read_text_file
+from windlass.layout.types import AXES
 
 VALIDATION_SHARE = 0.1  # of the training examples where no validation file is named
 # Tokens of BERT's and RoBERTa's tokenizers.
 MASK_NAMES = ("[MASK]", "<mask>")
 SPECIAL_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "<pad>", "<unk>")
+MICRO_BATCH = 8  # texts of a forward pass where the recipe does not say it
 MAX_NAMED = 5  # lines or labels that a message names
 
 
@@ -88,6 +90,14 @@ def complete_tune(recipe: Recipe) -> Recipe:
         return recipe.model_copy(update={"tune": with_mask_token(tune, recipe)})
     if tune is None or tune.task not in EXAMPLE_TASKS:
         return recipe
+    layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(tune.batch, MICRO_BATCH))
+    if divided := [axis for axis in AXES if getattr(layout, axis) > 1]:
+        raise ConfigError(
+            "tune.axis-unsupported",
+            f"layout.{divided[0]} ({getattr(layout, divided[0])}): task {tune.task!r} divides examples and weights over "
+            "devices, not a model's layers or heads",
+            hint=f'set layout.{divided[0]} = 1; layout.shard = "full" divides the weights',
+        )
     sets = read_example_sets(tune)
     files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}
     steps = math.ceil(len(sets.train) / tune.batch)
@@ -95,6 +105,7 @@ def complete_tune(recipe: Recipe) -> Recipe:
     train = {"steps": recipe.train.steps or math.ceil(tune.epochs * steps), "eval_every": every}
     return recipe.model_copy(
         update={
+            "layout": layout,
             "tune": tune.model_copy(update={"labels": sets.labels, "files": files}),
             "train": recipe.train.model_copy(update=train),
             # The best weights are those that the test examples see.

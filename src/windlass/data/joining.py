@@ -412,11 +412,10 @@ def _write_manifest(
     names = [name, LEDGER, FILES, REJECTS]
     if task.chat is not None:  # so that the store's tokenizer still renders conversations
         write_atomic(target / TEMPLATE_FILE, task.chat.template.source)
-        write_json(
-            target / SETTINGS_FILE,
-            {**(read_json(tokenizer.path.with_name(SETTINGS_FILE)) or {}), **task.chat.template.specials},
-        )
-        names += [TEMPLATE_FILE, SETTINGS_FILE]
+        names.append(TEMPLATE_FILE)
+        if (settings := read_json(tokenizer.path.with_name(SETTINGS_FILE))) is not None:
+            write_json(target / SETTINGS_FILE, {**settings, **task.chat.template.specials})
+            names.append(SETTINGS_FILE)
     _write_checksums(target, checksums, names)
     write_json(target / MANIFEST, manifest)
     return manifest

@@ -186,7 +186,7 @@ def line_parser(
         try:
             record = loads(line)
         except ValueError as error:
-            return RejectedDocument(f"not JSON ({str(error)[:80]})", bytes(line)[:MAX_KEPT_BYTES])
+            return RejectedDocument(f"not JSON ({str(error)[:80]}; one record per line)", bytes(line)[:MAX_KEPT_BYTES])
         assert encode is not None
         return encode(record, bytes(line))
 

@@ -37,7 +37,9 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
     where = str(path or "windlass finetune")
     if unknown := sorted(set(raw) - {"tune", "data"}):
         raise ConfigError(
-            "tune.task-file", f"{where}: a task has [tune] and [data], not {', '.join(unknown)}", hint="see recipes/lepiszcze"
+            "tune.task-file",
+            f"{where}: a task has [tune] and [data], not {', '.join(unknown)}",
+            hint="see recipes/lepiszcze",
         )
     table = {**DEFAULTS, **raw.get("tune", {}), **{key: value for key, value in options.items() if value is not None}}
     tune = validate(TuneConfig, table, where)
@@ -53,7 +55,15 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
 
 
 def tune_recipe(
-    model: Path, name: str, tune: TuneConfig, *, length: int, lr: float | None, seed: int, devices: int, step: int | None
+    model: Path,
+    name: str,
+    tune: TuneConfig,
+    *,
+    length: int,
+    lr: float | None,
+    seed: int,
+    devices: int,
+    step: int | None,
 ) -> Recipe:
     """The recipe of one seed for the task `name`: any local Hugging Face folder through transformers, or a run of ours."""
     per_device, rest = divmod(tune.batch, devices)

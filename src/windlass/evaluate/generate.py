@@ -173,32 +173,66 @@ def generate(
     replays: bool = True,
 ) -> Generated:
     """Continue a prompt; `stop` sees the new tokens so far and may end the text. `replays`: see `make_decoder`."""
-    if not prompt:
+    ends = () if eos is None else (eos,)
+    return generate_batch(model, [prompt], [sampling], ends=ends, stop=stop, replays=replays)[0]
+
+
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    *,
+    ends: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] = lambda ids: False,
+    replays: bool = True,
+) -> list[Generated]:
+    """Continue several prompts together, each as it would be continued alone. `samplings` may differ in their seed.
+
+    All rows take as many tokens as the shortest prompt has at once. From there every step takes one token of each row:
+    the next one of its prompt, or the one it picked. Nothing is padded, so the method serves every block; prompts of
+    similar length waste little.
+    """
+    if not all(prompts):
         raise ConfigError(
             "evaluate.prompt-empty", "the prompt has no tokens", hint="give at least one character with --prompt"
         )
-    device = next(model.parameters()).device
-    decoder = make_decoder(model, limit=len(prompt) + sampling.tokens, replays=replays)
-    random = torch.Generator(device="cpu").manual_seed(sampling.seed)
+    device, sampling = next(model.parameters()).device, samplings[0]
+    place, longest = min(map(len, prompts)), max(map(len, prompts))
+    decoder = make_decoder(model, batch=len(prompts), limit=longest + sampling.tokens, replays=replays)
+    randoms = [torch.Generator(device="cpu").manual_seed(one.seed) for one in samplings]
     started = time.perf_counter()
-    logits = decoder.feed(torch.tensor([list(prompt)], device=device))
+    logits = decoder.feed(torch.tensor([list(prompt[:place]) for prompt in prompts], device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     first_token = time.perf_counter()
-    ids: list[int] = []
-    ended = False
-    while len(ids) < sampling.tokens and not ended and not (ids and stop(ids)):
-        if ids:
-            logits = decoder.feed(torch.tensor([ids[-1:]], device=device))
-        if sampling.ignore_eos and eos is not None:
-            logits = logits.index_fill(1, torch.tensor([eos], device=device), float("-inf"))
-        token = pick_token(logits[0], sampling, random)
-        ended = token == eos
-        if not ended:
-            ids.append(token)
-    return Generated(
-        ids, len(prompt), first_token - started, time.perf_counter() - first_token, decoder.state_bytes(), ended
-    )
+    answers: list[list[int]] = [[] for _ in prompts]
+    ended, finished = [False] * len(prompts), [False] * len(prompts)
+    while True:
+        if sampling.ignore_eos and ends:
+            logits = logits.index_fill(1, torch.tensor(ends, device=device), float("-inf"))
+        best = logits.argmax(-1).tolist() if sampling.temperature == 0 else None
+        for row, ids in enumerate(answers):
+            if finished[row] or len(prompts[row]) > place:
+                continue
+            token = best[row] if best is not None else pick_token(logits[row], sampling, randoms[row])
+            ended[row] = token in ends
+            if not ended[row]:
+                ids.append(token)
+            finished[row] = ended[row] or len(ids) >= sampling.tokens or stop(ids)
+        if all(finished):
+            break
+        # A finished row goes on with any token: what it computes is not read.
+        tokens = [
+            prompt[place] if place < len(prompt) else ids[place - len(prompt)] if place - len(prompt) < len(ids) else 0
+            for prompt, ids in zip(prompts, answers, strict=True)
+        ]
+        logits = decoder.feed(torch.tensor(tokens, device=device)[:, None])
+        place += 1
+    seconds = time.perf_counter() - first_token
+    return [
+        Generated(ids, len(prompt), first_token - started, seconds, decoder.state_bytes(), ends_here)
+        for prompt, ids, ends_here in zip(prompts, answers, ended, strict=True)
+    ]
 
 
 def pick_token(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
@@ -218,9 +252,20 @@ def prompt_room(opened: OpenModel, tokens: int) -> int:
     return max(opened.max_length - tokens, opened.max_length // 2, 1)
 
 
-def stop_condition(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[list[int]], bool]:
-    """Ends a text once it has one of these strings; a token may hold more than that, see `text_before`."""
-    return lambda ids: any(stop in decode(ids) for stop in stops if stop)
+def stop_condition(
+    stops: Sequence[str], decode: Callable[[list[int]], str], *, strip: bool = False
+) -> Callable[[list[int]], bool]:
+    """Ends a text once it has one of these strings; a token may hold more than that, see `text_before`. `strip`: not
+    in white space at the beginning."""
+    stops = [stop for stop in stops if stop]
+    # A token has at least one byte, so the last tokens tell whether the complete text is worth decoding.
+    reach = max((len(stop.encode()) for stop in stops), default=0) + 8
+
+    def has_stop(ids: list[int]) -> bool:
+        text = decode(ids)
+        return any(stop in (text.lstrip() if strip else text) for stop in stops)
+
+    return lambda ids: any(stop in decode(ids[-reach:]) for stop in stops) and has_stop(ids)
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:

@@ -1,12 +1,16 @@
 """EleutherAI's lm-evaluation-harness on the native model: no export, no transformers, no network with local tasks."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from windlass.data.chat import load_chat_template
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError
-from windlass.evaluate.generate import Sampling, generate, prompt_room, stop_condition, text_before
+from windlass.evaluate.answers import NativeEngine
+from windlass.evaluate.generate import Sampling, prompt_room, text_before
 from windlass.evaluate.likelihood import end_token, likelihoods, token_pair
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore
@@ -21,8 +25,10 @@ def run_harness(
     shots: int | None = None,
     limit: int | None = None,
     batch: int | None = None,
-) -> list[EvalScore]:
-    """Scores of harness tasks; with `folder`, the tasks are its YAML files only."""
+    chat: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[list[EvalScore]]:
+    """Scores of each harness task in turn; with `folder`, the tasks are its YAML files only."""
     try:
         import datasets
         import lm_eval
@@ -55,29 +61,44 @@ def run_harness(
             hint=f"it has {available}" if available else "the folder holds no task",
         )
 
+    template = load_chat_template(tokenizer) if chat else None
+
     class NativeModel(lm_eval.api.model.LM):  # type: ignore[misc]
         tokenizer_name = str(tokenizer.path)
 
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            pairs = [token_pair(tokenizer, *request.args) for request in requests]
-            return likelihoods(opened, pairs, first=tokenizer.eos, batch=batch)
+            pairs = [token_pair(tokenizer, *request.args, specials=chat) for request in requests]
+            return likelihoods(opened, pairs, first=tokenizer.eos, batch=batch, progress=progress)
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             return [rolling_likelihood(opened, tokenizer, request.args[0]) for request in requests]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            return [generate_until(opened, tokenizer, *request.args) for request in requests]
+            pairs = [request.args for request in requests]
+            return generate_until(opened, tokenizer, pairs, batch=batch, specials=chat, progress=progress)
 
-    results = lm_eval.simple_evaluate(
-        model=NativeModel(),
-        tasks=list(tasks),
-        num_fewshot=shots,
-        limit=limit,
-        task_manager=manager,
-        bootstrap_iters=1000,
-        log_samples=False,
-    )
-    return [score for name in results["results"] for score in harness_scores(name, results)]
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True, **_: Any
+        ) -> str:
+            assert template is not None
+            return template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return template.source if template is not None else None
+
+    model = NativeModel()
+    for name in tasks:  # one by one: stopping in the next one loses nothing
+        results = lm_eval.simple_evaluate(
+            model=model,
+            tasks=[name],
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=1000,
+            log_samples=False,
+            apply_chat_template=chat,
+        )
+        yield [score for part in results["results"] for score in harness_scores(part, results)]
 
 
 def rolling_likelihood(opened: OpenModel, tokenizer: Tokenizer, text: str) -> float:
@@ -94,21 +115,47 @@ def rolling_likelihood(opened: OpenModel, tokenizer: Tokenizer, text: str) -> fl
     return sum(nats for nats, _ in likelihoods(opened, windows, first=tokenizer.eos))
 
 
-def generate_until(opened: OpenModel, tokenizer: Tokenizer, context: str, request: dict[str, Any]) -> str:
-    """Greedy (or sampled) text up to one of the stop strings of a harness request."""
-    stops = request.get("until") or []
-    stops = [stops] if isinstance(stops, str) else list(stops)
-    count = int(request.get("max_gen_toks") or request.get("max_new_tokens") or 256)
-    sampling = Sampling(
-        tokens=count,
-        temperature=float(request.get("temperature") or 0.0) if request.get("do_sample") else 0.0,
-        top_p=float(request.get("top_p") or 1.0),
-    )
-    prompt = tokenizer.encode(context)[-prompt_room(opened, count) :]
-    generated = generate(
-        opened.model, prompt, sampling, eos=tokenizer.eos, stop=stop_condition(stops, tokenizer.decode)
-    )
-    return text_before(tokenizer.decode(generated.ids), stops)
+def generate_until(
+    opened: OpenModel,
+    tokenizer: Tokenizer,
+    requests: Sequence[tuple[str, dict[str, Any]]],
+    *,
+    batch: int | None = None,
+    specials: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[str]:
+    """Greedy (or sampled) text up to one of the stop strings of each request; those with equal settings together.
+
+    `specials`: the contexts are rendered chat templates.
+    """
+    engine, texts, done = NativeEngine(opened, tokenizer, batch), [""] * len(requests), 0
+    chat_end = load_chat_template(tokenizer).end_token if specials else None
+    ends = [end for end in {tokenizer.eos, chat_end} if end is not None]
+    settings = [json.dumps(request, sort_keys=True, default=str) for _, request in requests]
+    for setting in dict.fromkeys(settings):
+        numbers = [number for number, other in enumerate(settings) if other == setting]
+        request = requests[numbers[0]][1]
+        stops = request.get("until") or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
+        count = int(request.get("max_gen_toks") or request.get("max_new_tokens") or 256)
+        sampling = Sampling(
+            tokens=count,
+            temperature=float(request.get("temperature") or 0.0) if request.get("do_sample") else 0.0,
+            top_p=float(request.get("top_p") or 1.0),
+        )
+        room = prompt_room(opened, count)
+        prompts = [tokenizer.encode(requests[number][0], specials=specials)[-room:] for number in numbers]
+        answers = engine.complete(
+            prompts,
+            [replace(sampling, seed=number) for number in numbers],
+            ends=ends,
+            stops=stops,
+            progress=lambda part, _, before=done: progress(before + part, len(requests)),  # type: ignore[misc]
+        )
+        for number, ids in zip(numbers, answers, strict=True):
+            texts[number] = text_before(tokenizer.decode(ids), stops)
+        done += len(numbers)
+    return texts
 
 
 def harness_scores(task: str, results: dict[str, Any]) -> list[EvalScore]:

@@ -42,11 +42,14 @@ def head_weight(model: Any) -> Tensor:
     return (model.embed.weight if model.tied else model.head.weight)[: model.vocab]
 
 
-def token_pair(tokenizer: Tokenizer, context: str, following: str) -> TokenPair:
-    """Both texts tokenized together and cut where the context ends; spaces at the border belong to what follows."""
+def token_pair(tokenizer: Tokenizer, context: str, following: str, *, specials: bool = False) -> TokenPair:
+    """Both texts tokenized together and cut where the context ends; spaces at the border belong to what follows.
+
+    `specials`: the context is a rendered chat template.
+    """
     stripped = context.rstrip()
-    ids = tokenizer.encode(context + following)
-    before = tokenizer.encode(stripped) if stripped else []
+    ids = tokenizer.encode(context + following, specials=specials)
+    before = tokenizer.encode(stripped, specials=specials) if stripped else []
     return before, ids[len(before) :]
 
 

@@ -42,11 +42,17 @@ class OpenModel:
 
 
 def open_model(
-    path: Path | str, *, step: int | None = None, device: str | None = None, dtype: str | None = None
+    path: Path | str,
+    *,
+    step: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    weights: bool = True,
 ) -> OpenModel:
     """The newest checkpoint of a run (or that of `step`), or a Hugging Face folder.
 
     Without `device`: a GPU where there is one. Without `dtype`: bf16 on a GPU unless the run computed in fp32, and fp32 on a CPU.
+    Without `weights` the model is None: another engine loads it.
     """
     source = find_source(path, step)
     try:
@@ -64,7 +70,7 @@ def open_model(
         )
     default = "bf16" if place.type != "cpu" and source.recipe.train.precision != "fp32" else "fp32"
     torch_dtype = dtype_of_name(dtype or default)
-    model = load_model(source.recipe, source.folder, place, torch_dtype)
+    model = load_model(source.recipe, source.folder, place, torch_dtype) if weights else None
     manifest = (read_json(source.folder / "manifest.json") or {}) if source.run is not None else {}
     return OpenModel(model, source, manifest.get("step"), manifest.get("tokens"), place, torch_dtype)
 

@@ -7,12 +7,13 @@ cases.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from windlass.convert.source import ModelSource, ProgressCallback, own_store
 from windlass.data.mix import mix64
@@ -22,7 +23,7 @@ from windlass.errors import ConfigError, DataError
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.perplexity import choose_documents
 from windlass.evaluate.scores import EvalScore, share_score
-from windlass.evaluate.suites import SUITES, Suite, SuiteOptions, groups
+from windlass.evaluate.suites import SUITES, Suite, SuiteOptions, TaskHeader, groups
 from windlass.files import read_text_file
 
 
@@ -31,11 +32,21 @@ class TaskFile:
     name: str
     suite: Suite
     items: list[dict[str, Any]]
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+    def options(self, **command_line: Any) -> SuiteOptions:
+        """What the header says, unless the command line says otherwise; None there says nothing."""
+        stated = {name: value for name, value in command_line.items() if value is not None}
+        return SuiteOptions(**{**self.header, **stated})
 
 
 def read_task_file(path: Path | str) -> TaskFile:
-    """The task of a file. `language` and `group` of an item make rows of the table."""
+    """The task of a file. `language` and `group` of an item make rows of the table.
+
+    A first line {"task": {...}} says how the items are asked (`TaskHeader`).
+    """
     path = Path(path)
+    header: dict[str, Any] = {}
     items: dict[int, dict[str, Any]] = {}  # by line number
     problems: dict[int, str | None] = {}
     lines = enumerate(read_text_file(path, "task file").split("\n"), start=1)
@@ -45,6 +56,19 @@ def read_task_file(path: Path | str) -> TaskFile:
             problems[number] = None if isinstance(items[number], dict) else "not a JSON object"
         except ValueError as error:
             problems[number] = f"not JSON ({error})"
+    first_number = next(iter(items), 0)
+    if isinstance(line_one := items.get(first_number), dict) and line_one.keys() == {"task"}:
+        del items[first_number]
+        del problems[first_number]
+        try:
+            header = TaskHeader.model_validate(line_one["task"]).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            places = [f"{'.'.join(map(str, one['loc'])) or 'task'}: {one['msg']}" for one in error.errors()]
+            raise DataError(
+                "evaluate.task-header-invalid",
+                f"{path}, line {first_number}: {'; '.join(places)}",
+                hint=f"the task may have {', '.join(TaskHeader.model_fields)}",
+            ) from None
     if not problems:
         raise DataError("evaluate.task-file-empty", f"the task file {path} is empty", hint="one JSON object per line")
     suites: list[Suite] = [SUITES.load(name) for name in SUITES.names()]
@@ -67,16 +91,23 @@ def read_task_file(path: Path | str) -> TaskFile:
             f"{path}: {'; '.join(invalid[:5])}{more}",
             hint=f"a task has the fields {' or '.join(', '.join(suite.fields) for suite in suites)}",
         )
-    return TaskFile(path.stem, suite, list(items.values()))
+    return TaskFile(path.stem, suite, list(items.values()), header)
 
 
-def run_task(opened: OpenModel, tokenizer: Tokenizer, task: TaskFile, options: SuiteOptions) -> list[EvalScore]:
+def check_task(task: TaskFile, options: SuiteOptions) -> None:
+    """Refuse what cannot work before a model is loaded."""
     if options.shots >= len(task.items):
         raise ConfigError(
             "evaluate.too-many-shots",
             f"{options.shots} examples before each question need more than the task's {len(task.items)} items",
             hint="lower --shots",
         )
+    if check := getattr(task.suite, "check", None):  # suites of other packages may lack it
+        check(options)
+
+
+def run_task(opened: OpenModel, tokenizer: Tokenizer, task: TaskFile, options: SuiteOptions) -> list[EvalScore]:
+    check_task(task, options)
     return task.suite.run(opened, tokenizer, task.name, task.items, options)
 
 

@@ -125,7 +125,23 @@ def resolve_step(
         # groups of heads.
         expand_kv_heads=gpu and grouped and ((masked and layout.context > 1) or train.precision == "fp32"),
         sync=gradient_sync(layout),
+        trained_share=trained_share(recipe, model),
     )
+
+
+def trained_share(recipe: Recipe, model: ModelSpec) -> float:
+    """Share of the weights that are trained: with LoRA two thin matrices beside each product. Targets by name are
+    counted as if all were meant."""
+    lora = None if recipe.tune is None else recipe.tune.lora
+    if lora is None:
+        return 1.0
+    sides = sum(
+        group.count * (product.inputs + product.outputs)
+        for group in model.groups
+        for product, _ in group.layer.products
+        if product.experts == 1
+    )
+    return min(1.0, lora.rank * sides / model.params.total)
 
 
 def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:

@@ -302,7 +302,11 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
     if recipe.optim.qk_clip and not model.foreign:
         normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]
         if normed or not any(b.kind == "attention" for b in model.blocks):
-            reason = "queries and keys are normed, which bounds them already" if normed else "the model has none"
+            reason = (
+                "queries and keys are normed, which bounds them already"
+                if normed
+                else "the model has no attention block with such weights"
+            )
             raise ConfigError(
                 "model.no-qk-clip",
                 f"optim.qk_clip = {recipe.optim.qk_clip:g} scales the weights of queries and keys, but {reason}",

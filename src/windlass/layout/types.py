@@ -9,6 +9,8 @@ HYBRID_SHARDS = ("hybrid", "hybrid_zero2")
 # Degrees that multiply to the devices of one replica, and all degrees: experts are divided over replicas.
 REPLICA_AXES = ("tensor", "pipeline", "context")
 AXES = (*REPLICA_AXES, "expert")
+# A target that does not count in a loss.
+IGNORED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,8 @@ class StepSpec:
     # Every expert gets the same number of rows: forced by a benchmark, or the others are dropped.
     balanced: bool = False
     sync: GradientSync = field(default_factory=GradientSync)
+    # Of all weights, those that have gradients and optimizer states; below 1 with LoRA.
+    trained_share: float = 1.0
 
     @property
     def native(self) -> bool:

@@ -146,6 +146,20 @@ class ModelSpec:
         )
 
     @cached_property
+    def distinct_layers(self) -> tuple[LayerGroup, ...]:
+        """Each layer once with its number in the model: patterns alternate between few."""
+        counts = Counter[LayerSpec]()
+        for group in self.groups:
+            counts[group.layer] += group.count
+        return tuple(LayerGroup(layer, count) for layer, count in counts.items())
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Of each group, the number of its layer in `distinct_layers`."""
+        numbers = {kind.layer: number for number, kind in enumerate(self.distinct_layers)}
+        return tuple(numbers[group.layer] for group in self.groups)
+
+    @cached_property
     def expert_params(self) -> int:
         """That expert parallelism divides."""
         return sum(group.layer.expert_params * group.count for group in self.groups)

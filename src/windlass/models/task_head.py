@@ -16,6 +16,7 @@ from windlass.blocks.head.module import OutputHead
 from windlass.config import ModelConfig, Recipe
 from windlass.config.tune import TuneConfig
 from windlass.errors import ConfigError
+from windlass.layout.types import IGNORED
 from windlass.models.decoder import DecoderModel
 from windlass.models.hf import HFModel, build_net, parameters_on_meta, read_hf_config
 from windlass.models.presets import model_spec
@@ -37,7 +38,9 @@ class TaskHead:
         logits = logits.float()
         if self.task in ("classify", "tag", "masked"):
             weight = None if self.class_weights is None else logits.new_tensor(self.class_weights)
-            loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), weight=weight, reduction="sum")
+            loss = F.cross_entropy(
+                logits.flatten(0, -2), targets.flatten(), weight=weight, reduction="sum", ignore_index=IGNORED
+            )
         else:
             counted = ~targets.isnan()
             values, goals = logits.view(targets.shape)[counted], targets[counted].float()

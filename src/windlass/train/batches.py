@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from windlass.blocks.head.loss import IGNORED
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase, batch_phases
 from windlass.data.stream import Loader, pair_count
-from windlass.layout.types import Layout
+from windlass.layout.types import IGNORED, Layout
 from windlass.train.mesh import World
 
 # Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.

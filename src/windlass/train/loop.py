@@ -5,7 +5,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -278,10 +278,10 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
 
 def test(training: Training, checkpoints: Checkpointing) -> None:
     """Scores of the test examples with the best weights, once, at the end of a fine-tuning."""
-    stream, validator = training.stream, training.validator
-    assert validator is not None
+    stream, validator = training.stream, cast(ExampleValidator, training.validator)
     step, tokens = checkpoints.load_best()
     scores = validator.run(examples=stream.test)
+    assert scores is not None
     if training.world.is_main:
         record_test(training.run, scores, stream.tune, step=step, tokens=tokens, count=len(stream.test))
         listed = ", ".join(f"{name} {value:.4f}" for name, value in scores.scores.items() if value is not None)

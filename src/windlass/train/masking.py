@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windlass.config import Recipe
-from windlass.data.example_batches import IGNORED
+from windlass.layout.types import IGNORED
 from windlass.train.goldfish import FACTOR, scramble
 
 # Of ten hidden tokens so many become the mask token, the next one a random token, the last one stays.

@@ -16,8 +16,7 @@ from torch import Tensor
 from windlass.blocks.head.preference import FURTHER_MEANS
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
-from windlass.data.example_batches import IGNORED
-from windlass.layout.types import StepSpec
+from windlass.layout.types import IGNORED, StepSpec
 from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
 from windlass.train.capture import Replayed, obstacle
 from windlass.train.goldfish import left_out

@@ -15,7 +15,6 @@ from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase
 from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, selected_metric
 from windlass.data.example_batches import (
-    IGNORED,
     EncodedExamples,
     ExampleOrder,
     empty_targets,
@@ -27,7 +26,7 @@ from windlass.data.examples import changed_files, read_example_sets
 from windlass.data.tokenizer import load_tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.files import append_line
-from windlass.layout.types import Layout
+from windlass.layout.types import IGNORED, Layout
 from windlass.models.task_head import TaskHead
 from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch
 from windlass.train.label_metrics import label_scores

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from windlass.config import Recipe
-from windlass.data.example_batches import IGNORED
 from windlass.data.store import open_store
 from windlass.data.stream import open_stream
 from windlass.errors import WindlassError
+from windlass.layout.types import IGNORED
 from windlass.train.batches import cut
 from windlass.train.masking import HELD_OUT_SALT, masking_of
 from windlass.train.mesh import World
@@ -173,6 +173,8 @@ def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource
         if len(chosen):
             info = stream.store.sources[name] if stream.store is not None else None
             bytes_per_token = info.bytes / info.tokens if info and info.bytes and info.tokens else None
+            if not getattr(stream, "counts_all", True):  # the bytes of answers alone are not known
+                bytes_per_token = None
             language = info.language if info else None
             held.append(HeldOutSource(name, language, bytes_per_token, np.resize(chosen, count), float(share)))
     return held
@@ -181,7 +183,7 @@ def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource
 def with_measured_bytes(stream: Any, held: list[HeldOutSource]) -> list[HeldOutSource]:
     """With the bytes of the very text that is used: held-out documents can differ from the rest of their source."""
     store = stream.store
-    if store is None or store.tokenizer_file is None:
+    if store is None or store.tokenizer_file is None or not stream.counts_all:
         return held
     try:
         from windlass.data.tokenizer import load_tokenizer

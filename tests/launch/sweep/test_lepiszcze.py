@@ -25,7 +25,7 @@ from windlass.evaluate.finetune import read_task
 TOP = Path(__file__).parents[3]
 TASKS = sorted((TOP / "recipes" / "lepiszcze").glob("*.toml"))
 DVC = TOP / "tests" / "launch" / "sweep" / "hackathon" / "flat.yaml"
-OURS = "windlass finetune models/{embedding} --tune recipes/lepiszcze/{dataset}.toml --devices {device_cfg_num_gpus} --runs {folder}/runs --output {folder}/metrics.json"  # noqa: E501 - one command
+OURS = "windlass finetune models/{embedding} --tune recipes/lepiszcze/{dataset}.toml --devices {device_cfg_num_gpus} --runs {folder}/runs --output {folder}/metrics.json"
 
 
 def sweep(*arguments: str) -> dict[str, Any]:
@@ -73,7 +73,9 @@ def test_the_teams_matrix_with_our_command() -> None:
     launch = ["launch.account=project_1", "launch.container=/project/project_1/klajster.sif"]
     jobs = sweep(str(DVC), "--dry-run", "--slurm", "--cluster", "lumi-g", "--command", OURS, *launch)["jobs"]
     assert all("--command" in job["script"] and "project_1" in job["script"] for job in jobs)
-    assert {(pack["nodes"], pack["devices"]) for job in jobs for pack in job["packs"]} == {(1, 8), (2, 8)}
+    assert {(pack["nodes"], pack["devices"]) for job in jobs for pack in job["packs"]} == {
+        (1, 1), (1, 2), (1, 4), (1, 8), (2, 8)
+    }  # fmt: skip
 
 
 # -- killed, and finished with the same table ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -1
+from windlass.layout.types import IGNORED
 
 # Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits.
 ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -80,7 +80,8 @@ class ChunkedLoss(torch.autograd.Function):
             sums += torch.stack((total, entropy))
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
-                grad_weight = add_outer(grad_weight, slope, part)
+                if ctx.needs_input_grad[1]:  # a frozen head has no gradient
+                    grad_weight = add_outer(grad_weight, slope, part)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return sums
@@ -89,7 +90,8 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0][0]  # of the loss, which is the first of the two sums
-        return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None, None, None
+        weight_gradient = None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_hidden * scale.to(grad_hidden.dtype), weight_gradient, None, None, None
 
 
 def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
