@@ -249,3 +249,17 @@ def test_changed_examples_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         build(table)
     assert error.value.code == "data.changed" and "train.tsv" in error.value.message
+
+
+def test_best_checkpoint_of_equal_ones_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of retention keep the last one too: a rank that chose the other waited for a folder that was gone."""
+    from windlass.checkpoint import files
+    from windlass.checkpoint.load import find_best
+
+    saved = [files.SavedCheckpoint(tmp_path, {"step": step, "metric": metric}) for step, metric in METRICS]
+    monkeypatch.setattr(files, "list_saved", lambda run: saved)
+    best = find_best(new_run(tmp_path / "run"))
+    assert best is not None and best.step == 36
+
+
+METRICS = [(12, -0.5), (24, -0.4), (36, -0.5), (48, None)]
