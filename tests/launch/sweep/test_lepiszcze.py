@@ -128,9 +128,9 @@ def test_two_points_killed_and_continued(here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multi
 def test_matrix_killed_at_random(here: Path) -> None:
-    """2 models x 3 data sets x 2 batches x 1 and 2 processes, with two seeds: at once, and killed five times."""
+    """2 models x 3 data sets x 2 batches x 1 and 2 processes, at once, and killed five times."""
     sets = ["polemo2", "cdsc_e", "kpwr_ner"]
-    file = write_matrix(here, "matrix", ["models/one", "models/two"], sets, [16, 32], [1, 2], seeds=2)
+    file = write_matrix(here, "matrix", ["models/one", "models/two"], sets, [16, 32], [1, 2], seeds=1)
     assert start(here, file, "runs/whole").wait() == 0
     seconds = sum(line["seconds"] for line in map(json.loads, (here / "runs/whole/outcomes.jsonl").open()))
     dice, kills = random.Random(0), 0
