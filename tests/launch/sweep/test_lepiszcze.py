@@ -25,7 +25,7 @@ from windlass.evaluate.finetune import read_task
 TOP = Path(__file__).parents[3]
 TASKS = sorted((TOP / "recipes" / "lepiszcze").glob("*.toml"))
 DVC = TOP / "tests" / "launch" / "sweep" / "hackathon" / "flat.yaml"
-OURS = "windlass finetune models/{embedding} --tune recipes/lepiszcze/{dataset}.toml --devices {device_cfg_num_gpus} --runs {folder}/runs --output {folder}/metrics.json"
+OURS = (TOP / "recipes" / "lepiszcze" / "command.txt").read_text().strip()
 
 
 def sweep(*arguments: str) -> dict[str, Any]:
@@ -145,3 +145,26 @@ def test_matrix_killed_at_random(here: Path) -> None:
         break
     assert kills and table(here / "runs" / "killed") == table(here / "runs" / "whole")
     assert len(table(here / "runs" / "whole")) == 6
+
+
+@pytest.mark.slow
+def test_a_point_of_the_teams_matrix_runs(here: Path) -> None:
+    shutil.copytree(here / "models" / "one", here / "models" / "allegro__herbert-base-cased", dirs_exist_ok=True)
+    point = "dataset-polemo2.embedding-allegro__herbert-base-cased.num_nodes-1-num_gpus-1"
+    command = OURS.replace("windlass", f"{sys.executable} -m windlass") + " --epochs 0.5 --length 48"
+    argv = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "sweep",
+        str(DVC),
+        "--command",
+        command,
+        "--point",
+        point,
+        "--run",
+        "runs/dvc",
+    ]
+    subprocess.run(argv, cwd=here, check=True, capture_output=True)
+    (line,) = map(json.loads, (here / "runs" / "dvc" / "outcomes.jsonl").open())
+    assert (line["point"], line["outcome"]) == (point, "ok")
