@@ -263,3 +263,18 @@ def test_best_checkpoint_of_equal_ones_is_the_last(tmp_path: Path, monkeypatch: 
 
 
 METRICS = [(12, -0.5), (24, -0.4), (36, -0.5), (48, None)]
+
+
+def test_export_has_the_head_and_the_names_of_labels(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    from windlass.convert.export import export
+
+    table = recipe(folder, train={"steps": 1})
+    run = new_run(tmp_path / "run")
+    (run.path / "config.json").write_text(table.model_dump_json())
+    assert run_here(table, run) == 0
+    exported = export(run.path, tmp_path / "exported", tokenizer=folder / "model")
+    assert exported.check is not None and exported.check.ok
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert model.config.id2label == {0: "minus", 1: "plus"}
