@@ -41,10 +41,10 @@ def data_file_page() -> str:
 
 
 def sweep_file_page() -> str:
-    from windlass.config.sweep import SweepConfig
+    from windlass.config.sweep import LeaderboardConfig, SweepConfig
 
     introduction = "The file that `windlass sweep` reads: [how to use it](../guides/sweep.md). This page lists every key and is generated from the code."
-    return keys_page("Sweep file keys", introduction, SweepConfig, {}, {})
+    return keys_page("Sweep file keys", introduction, SweepConfig, {"leaderboard": LeaderboardConfig}, {})
 
 
 def cluster_file_page() -> str:

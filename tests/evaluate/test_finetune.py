@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.errors import ConfigError
-from windlass.evaluate.finetune import SeedResult, TuneOptions, mean_scores, tune_recipe
+from windlass.evaluate.finetune import SeedResult, mean_scores, read_task, summary, tune_recipe
 from windlass.runs.folder import Run
 
 GOOD, BAD = ["ship", "water", "together", "great"], ["heavy", "wind", "rope", "load"]
@@ -88,5 +88,30 @@ def test_two_processes_of_the_command(tsv: Path, tmp_path: Path) -> None:
 
 def test_a_batch_that_does_not_divide(tsv: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        tune_recipe(tmp_path, tsv, None, TuneOptions(batch=16), seed=0, devices=3, step=None)
+        tune, _ = read_task(None, {"train": str(tsv)})
+        tune_recipe(tmp_path, "polemo", tune, length=16, lr=None, seed=0, devices=3, step=None)
     assert error.value.code == "tune.batch-not-divisible" and "18" in (error.value.hint or "")
+
+
+def test_a_task_of_a_file(tsv: Path, tmp_path: Path) -> None:
+    """Options come before the file's keys; what is not a task is refused."""
+    file = tmp_path / "task.toml"
+    file.write_text(f'[tune]\ntask = "classify"\ntrain = "{tsv}"\nlabel = "target"\nbatch = 8\n[data]\nseq_len = 24\n')
+    tune, length = read_task(file, {"batch": 4, "epochs": None})
+    assert (tune.batch, tune.epochs, tune.label, length) == (4, 3, "target", 24)
+    for text in ('[tune]\ntask = "chat"\n', '[tune]\ntask = "classify"\n[model]\n', '[tune]\ntask = "tag"\n'):
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            read_task(file, {})
+        assert error.value.code in ("tune.task-file", "tune.no-examples")
+
+
+def test_summary_of_seeds() -> None:
+    """Mean and standard deviation by hand; a cost that one seed did not measure is not known for all."""
+    results = [
+        SeedResult("r", seed, {"macro_f1": value}, 1, 50, None, value, joules, 2.0)
+        for seed, (value, joules) in enumerate([(0.8, 5.0), (0.9, None)])
+    ]
+    result = summary("macro_f1", results)
+    assert result["score"] == pytest.approx(0.85) and result["spread"] == pytest.approx(0.0707, abs=1e-4)
+    assert result["train_seconds"] == 4.0 and result["energy_joules"] is None and result["seeds"] == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.train.helpers import build, steps
-from tests.train.tuning_files import save_encoder, tune_table, write_tsv
+from tests.train.tuning_files import make_masked_store, masked_table, save_encoder, tune_table, write_tsv
 
 from windlass.config import Recipe
 from windlass.data.examples import complete_tune
@@ -42,3 +42,26 @@ def test_processes_agree(tmp_path: Path, spread: Any) -> None:
         for shard, values in zip(SHARDS, answers, strict=True):
             for one, other in zip(alone, values, strict=True):
                 assert other == pytest.approx(one, rel=3e-6, abs=1e-7), shard
+
+
+def _masked_losses(rank: int, world: int, folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
+    torch.set_num_threads(1)
+    answers = []
+    for shard in shards:
+        training = build(complete_tune(Recipe.model_validate(masked_table(Path(folder), layout={"shard": shard}))))
+        training.parts.modules[0].init_weights(0)
+        training.optimizer.adopt()
+        values = steps(training, 4)
+        answers.append([*values, (training.validator.run().overall.loss, 0.0)])
+    return answers
+
+
+@pytest.mark.multi
+def test_hidden_tokens_are_the_same_on_all_layouts(tmp_path: Path, spread: Any) -> None:
+    save_encoder(tmp_path / "model")
+    make_masked_store(tmp_path)
+    (alone,) = _masked_losses(0, 1, str(tmp_path), ("none",))
+    for answers in spread(2, _masked_losses, str(tmp_path), ("none", "full")):
+        for values in answers:
+            for one, other in zip(alone, values, strict=True):
+                assert other == pytest.approx(one, rel=3e-6, abs=1e-7)

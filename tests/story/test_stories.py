@@ -204,7 +204,7 @@ def test_lumi_layouts_and_energy():
 
 def test_hackathon_matrix_of_any_command():
     grid = ask("sweep", "recipes/sweeps/lepiszcze.toml", "--dry-run")
-    assert len(grid["points"]) == 3 * 2 * 3
+    assert len(grid["points"]) == 3 * 2 * 2 * 3
 
 
 def test_hackathon_kernel_time_of_the_two_forms():

@@ -24,7 +24,7 @@ from windlass.runs.metrics import METRICS
 from windlass.train import loop, metrics
 from windlass.train.failure import DivergedError, OutOfMemoryError, explain
 from windlass.train.hooks import Hook
-from windlass.train.validate import Validator
+from windlass.train.validate import HeldOutLoss, Validation, Validator
 
 
 def recipe(**tables: Any) -> Recipe:
@@ -406,9 +406,7 @@ def test_a_validation_pass_is_in_no_steps_time(tmp_path: Path, monkeypatch: pyte
 
         def run(self, stopping: Any) -> Any:
             now[0] += 50.0
-            overall = SimpleNamespace(loss=2.0)
-            values = {"line": lambda: {"val_loss": 2.0}, "event": lambda: {"val_loss": 2.0}}
-            return SimpleNamespace(overall=overall, compared=lambda metric: 2.0, **values)
+            return Validation(HeldOutLoss(2.0, None), {}, {})
 
     slow = Slow()
     monkeypatch.setattr(loop, "open_validator", lambda *args: SimpleNamespace(run=slow.run, held=[]))

@@ -249,3 +249,32 @@ def test_changed_examples_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         build(table)
     assert error.value.code == "data.changed" and "train.tsv" in error.value.message
+
+
+def test_best_checkpoint_of_equal_ones_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of retention keep the last one too: a rank that chose the other waited for a folder that was gone."""
+    from windlass.checkpoint import files
+    from windlass.checkpoint.load import find_best
+
+    saved = [files.SavedCheckpoint(tmp_path, {"step": step, "metric": metric}) for step, metric in METRICS]
+    monkeypatch.setattr(files, "list_saved", lambda run: saved)
+    best = find_best(new_run(tmp_path / "run"))
+    assert best is not None and best.step == 36
+
+
+METRICS = [(12, -0.5), (24, -0.4), (36, -0.5), (48, None)]
+
+
+def test_export_has_the_head_and_the_names_of_labels(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    from windlass.convert.export import export
+
+    table = recipe(folder, train={"steps": 1})
+    run = new_run(tmp_path / "run")
+    (run.path / "config.json").write_text(table.model_dump_json())
+    assert run_here(table, run) == 0
+    exported = export(run.path, tmp_path / "exported", tokenizer=folder / "model")
+    assert exported.check is not None and exported.check.ok
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert model.config.id2label == {0: "minus", 1: "plus"}

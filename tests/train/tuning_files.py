@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -110,5 +111,33 @@ def tune_table(folder: Path, **changes: Any) -> dict[str, Any]:
         "train": {"precision": "fp32", **changes.pop("train", {})},
         "layout": {"micro_batch": 4, **changes.pop("layout", {})},
         "save": {"load": str(folder / "model"), **changes.pop("save", {})},
+        **changes,
+    }
+
+
+def make_masked_store(folder: Path) -> Path:
+    """A store of reviews with the tokenizer of `folder`/model, for masked language modelling."""
+    from windlass.config.sources import DataFile, DataSource
+    from windlass.data.tokenize import tokenize
+
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text, _ in reviews(400)))
+    sources = {"reviews": DataSource(paths=[str(texts)])}
+    options: dict[str, Any] = {"workers": 1, "engine": "tokenizers", "validation": 0.1, "eos": "[SEP]"}
+    tokenize(DataFile(output=str(folder / "store"), tokenizer=str(folder / "model"), sources=sources, **options))
+    return folder / "store"
+
+
+def masked_table(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Keys of a recipe that pre-trains the encoder of `folder`/model on that store."""
+    data = {"store": str(folder / "store"), "seq_len": 32, "batch_tokens": 256, "max_epochs": 100}
+    return {
+        "name": "masked",
+        "model": {"family": "hf", "config": str(folder / "model")},
+        "tune": {"task": "masked", "dropout": 0.0},
+        "data": {**data, **changes.pop("data", {})},
+        "optim": {"lr": 3e-3, "schedule": "constant"},
+        "train": {"precision": "fp32", "steps": 30, "eval_every": 10, "eval_tokens": 512, **changes.pop("train", {})},
+        "layout": {"micro_batch": 4, **changes.pop("layout", {})},
         **changes,
     }

@@ -71,6 +71,18 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
         notes.append(_on_rank_0(_set_aside, run, folder, problem))
 
 
+def find_best(run: Run) -> SavedCheckpoint | None:
+    """The checkpoint with the best metric, the latest of equal ones; None: none has a metric. Rank 0 decides: it may have
+    removed some that the others still see."""
+
+    def choose() -> SavedCheckpoint | None:
+        kept = [saved for saved in files.list_saved(run) if saved.metric is not None]
+        return min(kept, key=lambda saved: (saved.metric or 0.0, -saved.step), default=None)
+
+    best: SavedCheckpoint | None = _on_rank_0(choose)
+    return best
+
+
 def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """(manifest, problem) of a checkpoint, by the names and sizes of its files."""
     try:

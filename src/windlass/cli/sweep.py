@@ -44,6 +44,12 @@ def sweep(
         bool, typer.Option("--report", help="Write tables and page from the results so far; run nothing.")
     ] = False,
     pick: Annotated[Path | None, typer.Option(help="Write the winning recipe to this file.")] = None,
+    leaderboard: Annotated[
+        Path | None, typer.Option(help="Also write the leaderboard (models x data sets) to this HTML file.")
+    ] = None,
+    command: Annotated[
+        str | None, typer.Option(help="Run this command instead of the file's, with the same axes in braces.")
+    ] = None,
     rank_by: Annotated[str | None, typer.Option(help="Column to rank by, instead of the sweep file's.")] = None,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit as packed SLURM jobs (an array) instead of running here.")
@@ -59,7 +65,7 @@ def sweep(
 ) -> None:
     """Run a matrix of recipes or of any command, and rank the results. Run it again to resume an interrupted sweep."""
     from windlass.clusters import load_cluster
-    from windlass.config.sweep import load_sweep, with_launch
+    from windlass.config.sweep import load_sweep, with_command, with_launch
     from windlass.launch.slurm import SlurmScheduler, slurm_available
     from windlass.launch.sweep import command as commands
     from windlass.launch.sweep import dvc, execute, expect, outcome, pack, results
@@ -74,6 +80,7 @@ def sweep(
         )
     loaded = dvc.read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
     loaded = with_launch(loaded, overrides) if overrides else loaded
+    loaded = with_command(loaded, command) if command is not None else loaded
     points = make_points(loaded)
     if to_dvc is not None:
         dvc.write_dvc(loaded, points, to_dvc)
@@ -83,7 +90,12 @@ def sweep(
     expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
     faults = commands.check_commands(loaded, points, load_cluster(cluster) if cluster else None)
     path = run or Path("runs") / loaded.sweep.name
-    options = [*(overrides or ()), *(["--stage", stage] if stage else []), *(["--force"] if force else [])]
+    options = [
+        *(overrides or ()),
+        *(["--command", command] if command else []),
+        *(["--stage", stage] if stage else []),
+        *(["--force"] if force else []),
+    ]
     if dry_run:
         arrays = []
         if slurm:
@@ -98,6 +110,8 @@ def sweep(
     sweep_run = SweepRun(loaded=loaded, folder=folder, points=points, expected=expected)
     if pick is not None:
         results.check_pick(sweep_run, pick)
+    if leaderboard is not None:
+        results.check_leaderboard(sweep_run)
     if inside is not None:
         chosen, launcher = pack.pack_of_this_task(sweep_run, inside)
         # Packs of one sweep run side by side: each has a lock of its own.
@@ -124,7 +138,7 @@ def sweep(
             show(as_json, submitted, *lines, when_done)
             return
         _run(sweep_run, chosen, quiet=as_json, everything=everything)
-    _finish(sweep_run, rank_by, pick, as_json)
+    _finish(sweep_run, rank_by, pick, leaderboard, as_json)
 
 
 def _show_dry(
@@ -248,10 +262,13 @@ def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **op
             raise typer.Exit(130) from None
 
 
-def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json: bool) -> None:
+def _finish(
+    sweep_run: SweepRun, rank_by: str | None, pick: Path | None, leaderboard: Path | None, as_json: bool
+) -> None:
     """Write tables, page and winner, and print the ranking: best first, then what did not succeed."""
     from windlass.config.sweep import with_goal
     from windlass.figures import sweep as figures
+    from windlass.figures.leaderboard import entry_table
     from windlass.launch.sweep import results
 
     rows = results.collect_rows(sweep_run)
@@ -266,6 +283,8 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
         sweep_run = replace(sweep_run, loaded=replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by)))
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by
     paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
+    entries, board = results.write_leaderboard(sweep_run, rows, leaderboard), sweep.leaderboard
+    best = entry_table(board, entries) if board is not None else None
     ranked, counts = figures.best_first(rows, key, sweep.goal), figures.counts(rows)
     if pick is not None:
         results.write_pick(sweep_run, ranked, key, pick)
@@ -280,6 +299,7 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
         "tables": paths,
         "pick": pick,
     }
+    document |= {"leaderboard": entries} if board is not None else {}
     content = figures.points_table(sweep, rows, ranked, key)
     title = f"{sweep.title or sweep.name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     is_unmeasured = sweep.command is None and all(row.get("joules_per_token") is None for row in rows)
@@ -287,6 +307,7 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
         as_json,
         document,
         table(title, content.columns, content.rows, right=content.right),
+        table("Leaderboard", best.columns, best.rows, right=best.right) if best is not None else None,
         "energy: not measured on any point" if counts.get("ok") and is_unmeasured else None,
         figures.no_winner(rows, key) if counts.get("ok") and not ranked else None,
         f"page: {page}   table: {paths[0]}",

@@ -306,6 +306,9 @@ def check(recipe: Recipe) -> None:
             )
     problems += ramp_problems(data)
     train = recipe.train
+    if recipe.tune is not None and recipe.tune.task == "masked":
+        refused = {"train.engine": train.engine != "native", "train.goldfish_k": train.goldfish_k}
+        problems += [f'{key}: not with tune.task = "masked"' for key, is_set in refused.items() if is_set]
     if train.goldfish_k == 1:
         problems.append("train.goldfish_k (1) leaves every token out of the loss; at least 2, or 0 for none")
     if train.goldfish_k and train.goldfish_h >= data.seq_len:

@@ -31,6 +31,17 @@ LESS_IS_BETTER = (
 HINT = "docs/guides/sweep.md shows a complete sweep file; recipes/sweeps/ has more"
 
 
+class LeaderboardConfig(Table):
+    rows: str = "model"
+    """Axis of what is ranked."""
+    columns: str = "dataset"
+    """Axis of what it is measured on."""
+    score: str = "score"
+    """Column of the results that is shown; `spread` is its spread over seeds."""
+    choose: str = "validation_score"
+    """Column that chooses between several points of one row and column."""
+
+
 class SweepConfig(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)
     """Names the sweep's folder: runs/<name>."""
@@ -86,6 +97,8 @@ class SweepConfig(Table):
     """The two axes of the heat map, down and across (default: the two with most values)."""
     scaling: Literal["strong", "weak", "none"] = "none"
     """What points with different device counts show: the same batch (strong), or a growing batch (weak)."""
+    leaderboard: LeaderboardConfig | None = None
+    """How results become a table of models and data sets."""
     equivalence: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Strategy -> engine -> its name there; shown with the results."""
 
@@ -152,6 +165,19 @@ def with_launch(loaded: LoadedSweep, overrides: Sequence[str]) -> LoadedSweep:
     return replace(loaded, sweep=loaded.sweep.model_copy(update={"launch": launch}))
 
 
+def with_command(loaded: LoadedSweep, command: str) -> LoadedSweep:
+    """Another command over the same matrix, such as ours over a dvc.yaml; it leaves its numbers in metrics.json of the
+    point's folder."""
+    changed = {"command": command, "results": "metrics.json", "recipe": None}
+    sweep = loaded.sweep.model_copy(update=changed)
+    if loaded.base is not None:
+        raise ConfigError(
+            "sweep.command-needs-command", f"{loaded.path} is a sweep of recipes", hint="--command replaces a command"
+        )
+    refuse("sweep.invalid-file", "--command", find_problems(sweep, same_points=False), HINT)
+    return replace(loaded, sweep=sweep)
+
+
 def axes_of(sweep: SweepConfig) -> list[str]:
     """Names of all axes, in the order of the file."""
     return [*sweep.matrix, *(key for group in sweep.zip for key in group)]
@@ -183,7 +209,11 @@ def find_problems(sweep: SweepConfig, *, same_points: bool = True) -> list[str]:
     problems += [f"{axis}: {rename} {axis}_kind, for example" for axis in axes if axis in RESULT_COLUMNS]
     if sweep.command is not None:
         problems += _command_problems(sweep, axes, same_points)
-    named = [("exclude", key) for table in sweep.exclude for key in table] + [("heat", key) for key in sweep.heat]
+    board = sweep.leaderboard
+    wanted = [] if board is None else [("leaderboard", board.rows), ("leaderboard", board.columns)]
+    named = (
+        wanted + [("exclude", key) for table in sweep.exclude for key in table] + [("heat", key) for key in sweep.heat]
+    )
     listed = ", ".join(sorted(axes))
     return problems + [f"{kind}: {key} is not an axis; axes: {listed}" for kind, key in named if key not in axes]
 

@@ -10,6 +10,8 @@ from windlass.config.shell import PathText
 # What a model is fine-tuned for, on files of examples. `chat` reads a token store of conversations.
 Task = Literal["classify", "multi_label", "regress", "tag", "masked", "chat", "prefer"]
 EXAMPLE_TASKS = ("classify", "multi_label", "regress", "tag")
+# What is compared between validations where tune.metric = "auto"; the loss for other tasks.
+DEFAULT_METRIC = {"classify": "macro_f1", "multi_label": "macro_f1", "regress": "pearson", "tag": "span_f1"}
 
 
 class LoraConfig(Table):
@@ -64,7 +66,15 @@ class TuneConfig(Table):
     """Batches of texts of similar length: less padding."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """masked: share of tokens that are hidden."""
+    mask_token: NonNegativeInt | None = None
+    """masked: id of the token that stands for hidden ones (default: the tokenizer's [MASK] or <mask>)."""
+    special_tokens: list[NonNegativeInt] = Field(default_factory=list)
+    """masked: ids of tokens that are never hidden; written when the run is created."""
     beta: PositiveFloat = 0.1
     """prefer: how far answers may move from those of the starting model."""
     lora: LoraConfig | None = None
     """Train small adapters instead of the weights."""
+
+
+def selected_metric(tune: TuneConfig) -> str:
+    return DEFAULT_METRIC.get(tune.task, "loss") if tune.metric == "auto" else tune.metric

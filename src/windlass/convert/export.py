@@ -8,6 +8,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,7 +17,7 @@ from torch import Tensor
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
 from windlass.checkpoint.names import TRANSFORMS, join_parts
-from windlass.config import ModelConfig
+from windlass.config import ModelConfig, Recipe
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
 from windlass.convert.tokenizer_files import write_tokenizer
@@ -24,6 +25,7 @@ from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import Origin, StoredWeights, exported_names, open_weights
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
+from windlass.models.task_head import tuned_model
 from windlass.registry import PRESETS
 
 SHARD_BYTES = 4 * 10**9
@@ -80,7 +82,9 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        sizes, tensors = write_weights(model, open_weights(source.folder), temporary, dtype, shard_bytes, progress)
+        sizes, tensors = write_weights(
+            source.recipe, open_weights(source.folder), temporary, dtype, shard_bytes, progress
+        )
         try:
             loaded = find_tokenizer(source, tokenizer)
         except DataError:
@@ -90,8 +94,11 @@ def export(
         ids = write_tokenizer(loaded, temporary, max_length=source.recipe.data.seq_len) if loaded else {}
         positions = positions_of(source.recipe, source.folder)
         config = config_json(source.recipe, str(DTYPES[dtype]).removeprefix("torch."), positions)
-        write_json(temporary / "config.json", {**config, **ids})
-        write_json(temporary / "generation_config.json", {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids})
+        head_keys = task_keys(source.recipe)
+        write_json(temporary / "config.json", {**config, **(head_keys or ids)})
+        if not head_keys:
+            sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
+            write_json(temporary / "generation_config.json", sampling)
         title = f"# {source.recipe.name}\n\nTrained with windlass. No run folder was at hand for a fuller card.\n"
         write_atomic(temporary / "README.md", card or title)
         check = compare_logits(source.recipe, source.folder, temporary, DTYPES[dtype], loaded, text) if verify else None
@@ -122,11 +129,11 @@ def export_dtype(source: ModelSource, named: str | None) -> str:
 
 
 def write_weights(
-    model: ModelConfig, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: ProgressCallback
+    recipe: Recipe, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: ProgressCallback
 ) -> tuple[dict[str, int], int]:
     """Write shards of at most `shard_bytes`, one in memory at a time: file -> bytes, and the number of tensors."""
-    format, torch_dtype = format_of(model), DTYPES[dtype]
-    names = exported_names(model, weights)
+    model, format, torch_dtype = recipe.model, format_of(recipe.model), DTYPES[dtype]
+    names = exported_names(recipe, weights)
     shards: list[dict[str, Origin]] = [{}]
     shard_size = 0
     for hf_name, (own_names, expert) in names.items():
@@ -167,6 +174,17 @@ def write_weights(
             {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of},
         )
     return sizes, len(file_of)
+
+
+def task_keys(recipe: Recipe) -> dict[str, Any]:
+    """Keys of config.json for a model with a task's head: the class that transformers loads, the names of its outputs."""
+    with torch.device("meta"):
+        model = tuned_model(recipe)
+    if model is None or recipe.tune is None:
+        return {}
+    labels = dict(enumerate(recipe.tune.labels))
+    names = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}} if labels else {}
+    return {"architectures": [type(model.net).__name__], **names}
 
 
 def constant_tensors(model: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.checkpoint.load import load_model_weights
 from windlass.checkpoint.stage import available_bytes
 from windlass.config import Recipe
 from windlass.convert.config_json import format_of, recipe_of_folder
@@ -23,6 +24,7 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.models.build import build_model
 from windlass.models.hf import refuse_later_tokens
+from windlass.models.task_head import HFTaskModel, tuned_model
 
 TOLERANCE = 1e-4
 MIN_AGREEMENT = 0.999
@@ -102,6 +104,9 @@ def whole(
     recipe: Recipe, checkpoint: Path, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     cpu = torch.device("cpu")
+    if (tuned := tuned_model(recipe)) is not None:
+        yield from task_logits(tuned, checkpoint, folder, dtype, tokens)
+        return
     ours = load_model(recipe, checkpoint, cpu, dtype, verify=False).float()  # the caller has checked the files
     if format_of(recipe.model).library == "transformers":
         loader = _transformers().AutoModelForCausalLM
@@ -119,6 +124,18 @@ def whole(
             if not torch.allclose(ours(changed)[:, 0, : ours.vocab].float(), own[:, 0], atol=TOLERANCE):
                 raise refuse_later_tokens(str(folder))
         yield own, logits[..., : ours.vocab].float()
+
+
+def task_logits(
+    ours: HFTaskModel, checkpoint: Path, folder: Path, dtype: torch.dtype, tokens: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a model with a task's head, which transformers loads by the class that config.json names."""
+    load_model_weights(checkpoint, ours, verify=False)
+    ours = ours.to(dtype).float().eval()
+    theirs = type(ours.net).from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+    for row in tokens.split(1):
+        pair = ours(row).float(), theirs.eval()(row).logits.float()
+        yield pair if pair[0].ndim == 3 else (pair[0][None], pair[1][None])
 
 
 def _transformers() -> Any:
@@ -139,7 +156,7 @@ def layer_by_layer(
     recipe: Recipe, weights: StoredWeights, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     model, format, exported = recipe.model, format_of(recipe.model), open_weights(folder)
-    own_names = exported_names(model, weights)
+    own_names = exported_names(recipe, weights)
     with torch.device("meta"):
         stage = build_model(model.model_copy(update={"layers": 1}), seq_len=tokens.shape[1])
     stage.keep_stage(range(1), first=False, last=False)  # one layer: hidden states in, hidden states out

@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from windlass.checkpoint.files import MANIFEST
 from windlass.checkpoint.load import ADAPTER, read_adapter, read_tensors, safetensors_files
 from windlass.checkpoint.reader import CheckpointReader, pickled_object
-from windlass.config import ModelConfig
+from windlass.config import Recipe
 from windlass.convert.config_json import format_of
 from windlass.errors import CheckpointError
 from windlass.models.hf import build_hf
 from windlass.models.presets.hf import read_config_json
+from windlass.models.task_head import tuned_model
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -114,14 +115,14 @@ def open_weights(folder: Path) -> StoredWeights:
 Origin = tuple[list[str], int | None]
 
 
-def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, Origin]:
+def exported_names(recipe: Recipe, weights: StoredWeights) -> dict[str, Origin]:
     """Name in the exported folder -> where it comes from; in the folder's order."""
-    format = format_of(model)
+    model, format = recipe.model, format_of(recipe.model)
     twins: Mapping[str, str] = {}
     older: Mapping[str, str] = {}
     if format.wraps_transformers:
         with torch.device("meta"):  # only transformers knows which of its names stand for one weight
-            twins = build_hf(model, seq_len=1).twins
+            twins = (tuned_model(recipe) or build_hf(model, seq_len=1)).twins
         model_type = read_config_json(model).get("model_type") or ""
         older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
     # As save_pretrained does: a weight with two names is written under its first.

@@ -19,6 +19,9 @@ from windlass.files import parse_json, read_text_file
 from windlass.layout.types import AXES
 
 VALIDATION_SHARE = 0.1  # of the training examples where no validation file is named
+# Tokens of BERT's and RoBERTa's tokenizers.
+MASK_NAMES = ("[MASK]", "<mask>")
+SPECIAL_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "<pad>", "<unk>")
 MICRO_BATCH = 8  # texts of a forward pass where the recipe does not say it
 MAX_NAMED = 5  # lines or labels that a message names
 
@@ -84,6 +87,8 @@ def complete_tune(recipe: Recipe) -> Recipe:
         windows = int(stream.mixture.windows.sum()) if isinstance(stream, StoreStream) else 0
         tokens = max(1, math.ceil(tune.epochs * windows)) * recipe.data.seq_len
         return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": tokens})})
+    if tune is not None and tune.task == "masked":
+        return recipe.model_copy(update={"tune": with_mask_token(tune, recipe)})
     if tune is None or tune.task not in EXAMPLE_TASKS:
         return recipe
     layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(tune.batch, MICRO_BATCH))
@@ -109,6 +114,33 @@ def complete_tune(recipe: Recipe) -> Recipe:
             "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
         }
     )
+
+
+def with_mask_token(tune: TuneConfig, recipe: Recipe) -> TuneConfig:
+    """The ids of the mask token and of special tokens, from the tokenizer of the recipe or of its store."""
+    from windlass.data.store import open_store
+    from windlass.data.tokenizer import load_tokenizer
+
+    data = recipe.data
+    file = data.tokenizer or (open_store(Path(data.store)).tokenizer_file if data.store else None)
+    ids: dict[str, int] = {}
+    if file is not None:
+        tokenizer = load_tokenizer(Path(file))
+        for name in (*MASK_NAMES, *SPECIAL_NAMES):
+            numbers = tokenizer.encode(name, specials=True)
+            if len(numbers) == 1 and tokenizer.decode(numbers).strip() == name:
+                ids[name] = numbers[0]
+        ids |= {} if tokenizer.eos is None else {"end": tokenizer.eos}
+    mask = next((ids[name] for name in MASK_NAMES if name in ids), None)
+    mask = mask if tune.mask_token is None else tune.mask_token
+    if mask is None:
+        raise ConfigError(
+            "tune.no-mask-token",
+            f"{file or 'the recipe'} has no mask token ({' or '.join(MASK_NAMES)})",
+            hint="name a tokenizer that has one, or give the id of an unused token as tune.mask_token",
+        )
+    special = sorted({mask, *tune.special_tokens, *ids.values()})
+    return tune.model_copy(update={"mask_token": mask, "special_tokens": special})
 
 
 def changed_files(tune: TuneConfig) -> list[str]:
@@ -174,6 +206,8 @@ def read_rows(path: Path, text: str, tune: TuneConfig) -> Iterator[tuple[int, Ma
     header = [name.strip().lower() for name in lines[0][1]] if lines else []
     if tune.text.lower() in header and {tune.label.lower(), "target"} & set(header):
         lines = lines[1:]
+        own = {name.lower(): name for name in (tune.text, tune.pair, tune.label) if name}
+        header = [own.get(name, name) for name in header]
     else:  # without names: the texts first, the label last
         header = [tune.text, *([tune.pair] if tune.pair else []), tune.label]
     for number, row in lines:

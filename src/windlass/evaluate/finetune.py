@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from windlass.config import Recipe
-from windlass.config.load import validate
+from windlass.config.load import read_toml, validate
+from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, selected_metric
 from windlass.convert.config_json import is_hf_folder, recipe_name
 from windlass.convert.source import find_source, find_tokenizer
 from windlass.errors import ConfigError, RunError
@@ -24,28 +25,53 @@ MICRO_BATCH = 8
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    task: str = "classify"
-    frozen: bool = False
-    epochs: float = 3
-    batch: int = 16  # texts of one step over all processes
-    lr: float | None = None  # None: 1e-3 for a head alone, 5e-5 for every weight
-    length: int = 256  # the first so many tokens of a text are read
-    patience: int = 0
-    columns: tuple[str, str | None, str] = ("text", None, "label")
+# What the command does where neither its options nor a file of the task say otherwise.
+DEFAULTS: dict[str, Any] = {"task": "classify", "epochs": 3, "batch": 16}
+LENGTH = 256  # the first so many tokens of a text are read
+
+
+def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, int | None]:
+    """A task as its file describes it ([tune], and [data] seq_len), overlaid by options that are not None; and the
+    file's seq_len."""
+    raw = read_toml(path)[0] if path is not None else {}
+    where = str(path or "windlass finetune")
+    if unknown := sorted(set(raw) - {"tune", "data"}):
+        raise ConfigError(
+            "tune.task-file",
+            f"{where}: a task has [tune] and [data], not {', '.join(unknown)}",
+            hint="see recipes/lepiszcze",
+        )
+    table = {**DEFAULTS, **raw.get("tune", {}), **{key: value for key, value in options.items() if value is not None}}
+    tune = validate(TuneConfig, table, where)
+    if tune.task not in EXAMPLE_TASKS:
+        raise ConfigError(
+            "tune.task-file",
+            f"{where}: `windlass finetune` is for tasks on examples, not {tune.task}",
+            hint=f"one of {', '.join(EXAMPLE_TASKS)}; for the others `windlass train` with a [tune] table",
+        )
+    if tune.train is None:
+        raise ConfigError("tune.no-examples", f"{where} names no training examples", hint="--train FILE")
+    return tune, raw.get("data", {}).get("seq_len")
 
 
 def tune_recipe(
-    model: Path, train: Path, test: Path | None, options: TuneOptions, *, seed: int, devices: int, step: int | None
+    model: Path,
+    name: str,
+    tune: TuneConfig,
+    *,
+    length: int,
+    lr: float | None,
+    seed: int,
+    devices: int,
+    step: int | None,
 ) -> Recipe:
-    """The recipe of one seed: any local Hugging Face folder through transformers, or a run of ours."""
-    per_device, rest = divmod(options.batch, devices)
+    """The recipe of one seed for the task `name`: any local Hugging Face folder through transformers, or a run of ours."""
+    per_device, rest = divmod(tune.batch, devices)
     if rest:
         raise ConfigError(
             "tune.batch-not-divisible",
-            f"a batch of {options.batch} does not divide over {devices} processes",
-            hint=f"choose --batch {math.ceil(options.batch / devices) * devices}",
+            f"a batch of {tune.batch} does not divide over {devices} processes",
+            hint=f"choose --batch {math.ceil(tune.batch / devices) * devices}",
         )
     if is_hf_folder(model):
         table: dict[str, Any] = {"family": "hf", "config": str(model)}
@@ -54,18 +80,19 @@ def tune_recipe(
         source = find_source(model, step)
         table = source.recipe.model.model_dump(mode="json")
         weights, tokenizer = source.folder, str(find_tokenizer(source).path)
-    text, pair, label = options.columns
-    tune = {"task": options.task, "train": str(train), "test": None if test is None else str(test),
-            "text": text, "pair": pair, "label": label, "epochs": options.epochs, "batch": options.batch,
-            "frozen": options.frozen, "patience": options.patience}  # fmt: skip
-    lr = options.lr if options.lr is not None else 1e-3 if options.frozen else 5e-5
     raw = {
-        "name": f"{recipe_name(model)}-{recipe_name(train.with_suffix(''))}-seed{seed}",
+        "name": f"{recipe_name(model)}-{recipe_name(Path(name))}-seed{seed}",
         "seed": seed,
         "model": table,
-        "tune": tune,
-        "data": {"seq_len": options.length, "tokenizer": tokenizer},
-        "optim": {"lr": lr, "schedule": "linear", "min_lr_ratio": 0.0, "weight_decay": 0.01, "beta2": 0.999},
+        "tune": tune.model_dump(mode="json", exclude_defaults=True),
+        "data": {"seq_len": length, "tokenizer": tokenizer},
+        "optim": {
+            "lr": lr if lr is not None else 1e-3 if tune.frozen else 5e-5,
+            "schedule": "linear",
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.01,
+            "beta2": 0.999,
+        },
         "train": {"precision": "fp32"},
         "layout": {"micro_batch": math.gcd(per_device, MICRO_BATCH)},
         "save": {"load": str(weights), "keep_last": 1},
@@ -81,6 +108,9 @@ class SeedResult:
     step: int  # of the weights that were scored
     count: int  # examples that were scored
     texts_per_second: float | None
+    validation: float | None = None  # the best value of the selected score on the validation examples
+    energy_joules: float | None = None
+    train_seconds: float | None = None  # of its steps
 
 
 def seed_result(run: Run) -> SeedResult:
@@ -90,16 +120,45 @@ def seed_result(run: Run) -> SeedResult:
     lines = [line for line in read_json_lines(run.eval_file) if line.get("value") is not None]
     scores = {line["metric"]: float(line["value"]) for line in lines}
     step, count = (int(lines[-1]["step"]), int(lines[-1]["count"])) if lines else (0, 0)
+    passes = [event for event in run.events(Evaluated) if event.scores]
+    metric = selected_metric(recipe.tune)
+    values = [v for event in passes if (v := {**event.scores, "loss": event.val_loss}.get(metric)) is not None]
+    best = (min if metric in ("loss", "mse") else max)(values, default=None)
     if not scores:
-        passes = [event for event in run.events(Evaluated) if event.scores]
         if not passes:
             raise RunError("tune.no-scores", f"{run.path} has no scores", hint=f"finish it: windlass resume {run.path}")
         scores = {name: value for name, value in passes[-1].scores.items() if value is not None}
         step = passes[-1].step or 0
-    seconds = [line.step_seconds for line in run.metrics_lines() if line.step_seconds]
+    metrics = list(run.metrics_lines())
+    seconds = [line.step_seconds for line in metrics if line.step_seconds]
+    joules = [line.energy_joules for line in metrics if line.energy_joules is not None]
     # The median step: the first ones allocate memory.
     rate = recipe.tune.batch / float(np.median(seconds)) if seconds else None
-    return SeedResult(str(run.path), recipe.seed, scores, step, count, rate)
+    return SeedResult(
+        str(run.path), recipe.seed, scores, step, count, rate, best, max(joules, default=None), sum(seconds) or None
+    )
+
+
+def summary(metric: str, results: Sequence[SeedResult]) -> dict[str, Any]:
+    """What a leaderboard shows: the task's own score, mean and standard deviation over seeds, and what they cost."""
+
+    def values(name: str) -> list[float]:
+        return [value for result in results if (value := getattr(result, name)) is not None]
+
+    def complete_sum(name: str) -> float | None:
+        return sum(values(name)) if len(values(name)) == len(results) else None
+
+    scores = [result.scores[metric] for result in results if metric in result.scores]
+    validation = values("validation")
+    return {
+        "metric": metric,
+        "score": float(np.mean(scores)) if scores else None,
+        "spread": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "validation_score": float(np.mean(validation)) if validation else None,
+        "seeds": len(results),
+        "train_seconds": complete_sum("train_seconds"),
+        "energy_joules": complete_sum("energy_joules"),
+    }
 
 
 def mean_scores(task: str, results: Sequence[SeedResult], detail: dict[str, Any]) -> list[EvalScore]:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.blocks.head.module import OutputHead
-from windlass.config import ModelConfig
+from windlass.config import ModelConfig, Recipe
+from windlass.config.tune import TuneConfig
 from windlass.errors import ConfigError
 from windlass.layout.types import IGNORED
 from windlass.models.decoder import DecoderModel
@@ -28,7 +29,7 @@ class TaskHead:
 
     task: str
     outputs: int
-    pad: int = 0
+    pad: int | None = 0  # None: as the model's config says
     class_weights: tuple[float, ...] | None = None
     dropout: float | None = None
 
@@ -46,6 +47,13 @@ class TaskHead:
             is_number = self.task == "regress"
             loss = (F.mse_loss if is_number else F.binary_cross_entropy_with_logits)(values, goals, reduction="sum")
         return torch.stack((loss, loss.detach()))
+
+
+def masked_head(tune: TuneConfig | None) -> TaskHead | None:
+    """The head that predicts hidden tokens; None where a run does not hide any."""
+    if tune is None or tune.task != "masked":
+        return None
+    return TaskHead("masked", 1, pad=None, dropout=tune.dropout)
 
 
 class HFTaskModel(HFModel):
@@ -69,6 +77,23 @@ class HFTaskModel(HFModel):
                 inputs["token_type_ids"] = documents.clamp(min=0)
         logits: Tensor = self.net(**inputs).logits
         return logits if targets is None else self.task_head.sums(logits, targets)
+
+
+def tuned_model(recipe: Recipe) -> HFTaskModel | None:
+    """The transformers model with the head for which a run was tuned; None for a model that predicts next tokens. A head
+    that no class of transformers has is refused."""
+    tune = recipe.tune
+    if tune is None or tune.task in ("chat", "prefer"):
+        return None
+    head = masked_head(tune) or TaskHead(tune.task, max(1, len(tune.labels)), pad=None)
+    model = _build(recipe.model, recipe.data.seq_len, head)
+    if not isinstance(model, HFTaskModel) or isinstance(model.net, PooledEncoder):
+        raise ConfigError(
+            "convert.task-head",
+            f"{recipe.name} has a head for task {tune.task!r}, which no class of transformers has for this model",
+            hint="`windlass finetune` has its scores; export the model that it started from",
+        )
+    return model
 
 
 class PooledEncoder(nn.Module):
@@ -137,7 +162,7 @@ def _build(config: ModelConfig, seq_len: int, head: TaskHead) -> HFTaskModel | T
     hf_config = read_hf_config(config, seq_len)
     import transformers
 
-    hf_config.pad_token_id = head.pad
+    hf_config.pad_token_id = hf_config.pad_token_id if head.pad is None else head.pad
     if head.dropout is not None:
         for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "dropout_rate",
                     "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "pooler_dropout",

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from windlass.checkpoint.files import list_saved
-from windlass.checkpoint.load import discard_after, find_latest, load_model_weights, restore
+from windlass.checkpoint.load import discard_after, find_best, find_latest, load_model_weights, restore
 from windlass.checkpoint.save import Saver
 from windlass.config import recipe_hash
 from windlass.errors import CheckpointError
@@ -97,8 +96,7 @@ class Checkpointing:
         """Step and tokens of the best validated checkpoint, whose weights the model now has; the last where none was
         kept for its metric."""
         training = self.training
-        kept = [saved for saved in list_saved(training.run) if saved.metric is not None]
-        best = min(kept, key=lambda saved: saved.metric or 0.0, default=None)
+        best = find_best(training.run)
         if best is None or best.step == training.step:
             return training.step, training.tokens
         restore(best, self.state(), seed=training.recipe.seed)

@@ -11,6 +11,12 @@ from torch import Tensor
 FACTOR, MIX = -7046029254386353131, -49064778989728563
 
 
+def scramble(code: Tensor) -> Tensor:
+    for _ in range(2):
+        code = (code ^ ((code >> 33) & 0x7FFFFFFF)) * MIX
+    return code
+
+
 def left_out(tokens: Tensor, k: int, h: int) -> Tensor:
     """Which targets (sequences, seq_len) of `tokens` (sequences, seq_len + 1) do not count: on average every k-th, by a
     hash of the `h` tokens before it. The first targets, with fewer before them, count."""
@@ -18,9 +24,7 @@ def left_out(tokens: Tensor, k: int, h: int) -> Tensor:
     code = torch.zeros_like(tokens[:, :count])
     for offset in range(h):
         code = code * FACTOR + tokens[:, offset : offset + count] + 1
-    for _ in range(2):
-        code = (code ^ ((code >> 33) & 0x7FFFFFFF)) * MIX
-    chosen = ((code >> 24) & 0xFFFFFFFF) % k == 0
+    chosen = ((scramble(code) >> 24) & 0xFFFFFFFF) % k == 0
     ignored = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool, device=tokens.device)
     ignored[:, h - 1 :] = chosen
     return ignored

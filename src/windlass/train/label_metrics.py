@@ -8,9 +8,6 @@ import numpy as np
 
 from windlass.errors import ConfigError
 
-# What is compared between validations where tune.metric = "auto".
-DEFAULT_METRIC = {"classify": "macro_f1", "multi_label": "macro_f1", "regress": "pearson", "tag": "span_f1"}
-
 
 def label_scores(
     task: str, predicted: Sequence[Any], truth: Sequence[Any], labels: Sequence[str]

@@ -23,7 +23,7 @@ from windlass.files import set_compile_cache
 from windlass.layout.rules import check_step
 from windlass.models.build import build_model
 from windlass.models.presets import model_spec
-from windlass.models.task_head import build_task_model
+from windlass.models.task_head import build_task_model, masked_head
 from windlass.registry import ENGINES
 from windlass.runs import manifest
 from windlass.runs.events import Compiled, Evaluated, Finished, Resumed, SignalReceived, Started, Stopped
@@ -140,10 +140,12 @@ def build(
     check_compile(start.step)
     check_precision(recipe, world)
     with torch.device("meta"):
-        if examples is None:
+        head = masked_head(recipe.tune) if examples is None else examples.head()
+        if head is None:
             model = build_model(recipe.model, seq_len=recipe.data.seq_len)
         else:
-            model = build_task_model(recipe.model, recipe.data.seq_len, examples.head(), frozen=examples.tune.frozen)
+            frozen = recipe.tune is not None and recipe.tune.frozen
+            model = build_task_model(recipe.model, recipe.data.seq_len, head, frozen=frozen)
     # parallelize, optimizer
     beat = (lambda phase: None) if heartbeat is None else heartbeat.step_phase
     parts, optimizer, stepper = ENGINES.load(recipe.train.engine)(model, recipe, start.step, world, plan, beat)

@@ -16,12 +16,13 @@ from torch import Tensor
 from windlass.blocks.head.preference import FURTHER_MEANS
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
-from windlass.layout.types import StepSpec
+from windlass.layout.types import IGNORED, StepSpec
 from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
 from windlass.train.capture import Replayed, obstacle
 from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
 from windlass.train.instruments import AttentionLogits, Instruments, QKClip
+from windlass.train.masking import masking_of
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
@@ -73,6 +74,7 @@ class Stepper:
         # Of a sum over tokens in the loss; set for each batch.
         self.scale: float | Tensor = 1.0 / plan.tokens_per_step
         self.goldfish = recipe.train.goldfish_k, recipe.train.goldfish_h
+        self.masking = masking_of(recipe, parts.modules[0].vocab)
         prefers = recipe.tune is not None and recipe.tune.task == "prefer"
         self.further = FURTHER_MEANS if prefers else ()
         self.guard = Guard(recipe.train, world.device)
@@ -168,6 +170,11 @@ class Stepper:
         _, batch_tokens = self._batch_size(tokens)
         self.routers.set_scale(1.0 / batch_tokens)
         self.scale = 1.0 / batch_tokens
+        if self.masking is not None:
+            # The count of updates is part of a checkpoint, and the same on every rank.
+            inputs, targets = self.masking.hide(tokens[:, :-1], self.optimizer.count.long())
+            self.scale = self._counted(targets == IGNORED, batch_tokens).clamp(min=1).reciprocal()
+            return self._run_micro_batches(self._micro_batches(inputs, targets, None))
         if self.goldfish[0]:
             chosen = left_out(tokens, *self.goldfish)
             ignored = chosen if ignored is None else ignored | chosen
@@ -182,11 +189,12 @@ class Stepper:
             if self.parts.tie is not None:
                 self.parts.tie.collect()
             return None
+        return self._run_micro_batches(self._micro_batches(inputs, targets, numbers))
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> list[MicroBatch]:
         size = self.plan.layout.micro_batch
         cuts = [slice(at, at + size) for at in range(0, len(inputs), size)]
-        return self._run_micro_batches(
-            [(inputs[part], targets[part], None if numbers is None else numbers[part]) for part in cuts]
-        )
+        return [(inputs[part], targets[part], None if numbers is None else numbers[part]) for part in cuts]
 
     def _run_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Mark, Mark]]:
         module, forward = self.parts.modules[0], list[tuple[Mark, Mark]]()

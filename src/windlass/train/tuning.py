@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase
-from windlass.config.tune import EXAMPLE_TASKS, TuneConfig
+from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, selected_metric
 from windlass.data.example_batches import (
     EncodedExamples,
     ExampleOrder,
@@ -29,7 +29,7 @@ from windlass.files import append_line
 from windlass.layout.types import IGNORED, Layout
 from windlass.models.task_head import TaskHead
 from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch
-from windlass.train.label_metrics import DEFAULT_METRIC, label_scores
+from windlass.train.label_metrics import label_scores
 from windlass.train.mesh import World
 from windlass.train.parallelize import ModelParts
 from windlass.train.validate import HeldOutLoss, Validation, without_dropout
@@ -190,8 +190,7 @@ class ExampleValidator:
     def __init__(self, stream: ExampleStream, world: World, parts: ModelParts) -> None:
         self.stream, self.world, self.parts = stream, world, parts
         self.held: list[Any] = []
-        tune = stream.tune
-        self.selected = DEFAULT_METRIC[tune.task] if tune.metric == "auto" else tune.metric
+        self.selected = selected_metric(stream.tune)
 
     def run(
         self, stopping: Callable[[], object] = lambda: None, examples: EncodedExamples | None = None

@@ -16,7 +16,9 @@ from windlass.config import Recipe
 from windlass.data.store import open_store
 from windlass.data.stream import open_stream
 from windlass.errors import WindlassError
+from windlass.layout.types import IGNORED
 from windlass.train.batches import cut
+from windlass.train.masking import HELD_OUT_SALT, masking_of
 from windlass.train.mesh import World
 from windlass.train.parallelize import ModelParts
 from windlass.train.step import Stepper
@@ -88,12 +90,16 @@ class Validator:
         self._per_rank = world.layout.micro_batch if stepper.schedule is None else stepper.plan.sequences_per_rank
         self._batch_size = self._per_rank * world.layout.data
         self.held = hold_out(stream, sequences, self._batch_size)
-        if world.is_main:  # the only rank that writes it down
+        self.masking = masking_of(recipe, parts.modules[0].vocab)
+        if self.masking is not None:  # the loss of hidden tokens is not the length of a code of the text
+            self.held = [replace(part, bytes_per_token=None) for part in self.held]
+        elif world.is_main:  # the only rank that writes it down
             self.held = with_measured_bytes(stream, self.held)
 
     def run(self, stopping: Callable[[], object] = lambda: None) -> Validation | None:
         """One pass over all sources, the same result on every rank; None when `stopping` said so between batches."""
-        totals = torch.zeros(len(self.held), dtype=torch.float64, device=self.world.device)
+        # Of each source: summed loss, and hidden tokens where some are.
+        totals = torch.zeros(len(self.held), 2, dtype=torch.float64, device=self.world.device)
         with torch.no_grad(), without_dropout(self.parts.modules):
             for index, part in enumerate(self.held):
                 for start in range(0, len(part.indexes), self._batch_size):
@@ -101,24 +107,31 @@ class Validator:
                     if stopping():
                         return None
         self.world.sum_(totals)
+        losses, hidden = totals.T.tolist()
         tokens = [len(part.indexes) * self.recipe.data.seq_len for part in self.held]
         if not self.stream.counts_all:
             tokens = [max(1, int((~self.stream.ignored(part.indexes)).sum())) for part in self.held]
-        return combine(self.held, [total / count for total, count in zip(totals.tolist(), tokens, strict=True)])
+        if self.masking is not None:
+            tokens = [max(1, int(count)) for count in hidden]
+        return combine(self.held, [total / count for total, count in zip(losses, tokens, strict=True)])
 
     def _batch(self, indexes: Ints) -> Tensor:
-        """Summed loss of this rank's part of a batch."""
+        """Summed loss of this rank's part of a batch, and how many of its tokens are hidden."""
         numbers = indexes[self.world.data_rank * self._per_rank :][: self._per_rank]
         arrays = [self.stream.sequences(numbers)]
         arrays += [self.stream.document_ids(numbers)] if self.recipe.data.masks_documents else []
         tokens, *documents = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
+        if self.masking is not None:
+            inputs, targets = self.masking.hide(tokens[:, :-1], HELD_OUT_SALT)
+            return torch.stack((self.parts.modules[0](inputs, targets)[1], (targets != IGNORED).sum())).double()
         ignored = None
         if not self.stream.counts_all:
             ignored = torch.from_numpy(self.stream.ignored(numbers)).to(self.world.device)
         batch = cut(tokens, documents[0] if documents else None, self.world, ignored)
         run = self.parts.modules[0] if self.stepper.schedule is None else self.stepper.pipeline_sums
         loss = run(*batch)[1].double()
-        return loss if self.world.counts_loss else torch.zeros_like(loss)
+        none = torch.zeros_like(loss)
+        return torch.stack((loss if self.world.counts_loss else none, none))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from windlass.config import Recipe, validate
 from windlass.config.toml_text import to_toml
 from windlass.errors import ConfigError, RunError
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
+from windlass.figures.leaderboard import leaderboard, leaderboard_sections
 from windlass.figures.sweep import sweep_sections
 from windlass.files import parse_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
@@ -250,6 +251,32 @@ def write_page(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> Path:
             folder.pictures.mkdir(exist_ok=True)
             save_picture(chart, folder.pictures / f"{section.id}{index or ''}.png")
     return folder.page
+
+
+def write_leaderboard(sweep_run: SweepRun, rows: Sequence[Row], path: Path | None = None) -> list[Row]:
+    """leaderboard.csv and .html in the sweep's folder, and the page also at `path`; its rows, none without a table."""
+    sweep, folder, board = sweep_run.sweep, sweep_run.folder.path, sweep_run.sweep.leaderboard
+    if board is None:
+        return []
+    entries = leaderboard(board, rows)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([list(entries[0]), *(entry.values() for entry in entries)])
+    write_atomic(folder / "leaderboard.csv", text.getvalue())
+    content = page(sweep.title or sweep.name, leaderboard_sections(board, entries), subtitle=sweep.notes,
+                   footer=f"windlass sweep {sweep_run.loaded.path.name}")  # fmt: skip
+    for target in (folder / "leaderboard.html", *([path] if path is not None else [])):
+        save_page(target, content)
+    return entries
+
+
+def check_leaderboard(sweep_run: SweepRun) -> None:
+    """What can be refused before hours of points have run."""
+    if sweep_run.sweep.leaderboard is None:
+        raise ConfigError(
+            "sweep.no-leaderboard",
+            f"{sweep_run.loaded.path} has no [leaderboard] table",
+            hint='write rows = "model" and columns = "dataset" into it, or the axes of this sweep',
+        )
 
 
 def page_sections(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> list[Section]:
