@@ -118,7 +118,13 @@ def test_other_models(kind: str, folder: Path, tmp_path: Path) -> None:
 
 TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "multi_label": ([{"text": text, "label": [label, "text"]} for text, label in reviews(64)], "macro_f1"),
-    "regress": ([{"text": text, "label": 1.0 if label == "plus" else -1.0} for text, label in reviews(64)], "pearson"),
+    "regress": (
+        [
+            {"text": "dobry" if label == "plus" else "zły", "label": 1.0 if label == "plus" else -1.0}
+            for _, label in reviews(64)
+        ],
+        "pearson",
+    ),
     "tag": (
         [
             {"words": (words := text.split()), "tags": ["B-GOOD" if w in "dobry świetny" else "O" for w in words]}
