@@ -140,8 +140,9 @@ class Store:
         return problems + [StoreProblem(MANIFEST, fault) for fault in faults]
 
 
-# What readers of a manifest rely on. Other keys (terms of use, settings) are only shown.
-_FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$")]
+# What readers of a manifest rely on. Other keys are only shown.
+_FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=255)]
+_Term = NotRequired[str | None]
 _Counts = dict[str, NonNegativeInt]
 _Checksums = dict[_FileName, list[tuple[NonNegativeInt, str]]]
 
@@ -160,6 +161,15 @@ class _SourceEntry(TypedDict):
     rejected: _Counts
     filtered: _Counts
     shards: dict[str, list[_ShardEntry]]
+    language: _Term
+    licence: _Term
+    origin: _Term
+    consent: _Term
+    kind: _Term
+    collected: _Term
+    crawler: _Term
+    opt_out: _Term
+    notes: _Term
 
 
 class _TokenizerEntry(TypedDict):
