@@ -169,7 +169,16 @@ def console_lines(page):
     return [line[2:] for body in map(joined, blocks) for line in body.splitlines() if line.startswith("$ windlass ")]
 
 
-@pytest.mark.parametrize("page", [p for p in ALL if console_lines(p)], ids=page_id)
+# Their commands take long; one story is enough for every change.
+LONG_PAGES = ("story-italia.md", "story-lumi.md", "story-ultrascale.md", "story-hackathon.md")
+
+
+def with_commands():
+    pages = [page for page in ALL if console_lines(page)]
+    return [pytest.param(p, marks=pytest.mark.slow if p.name in LONG_PAGES else (), id=page_id(p)) for p in pages]
+
+
+@pytest.mark.parametrize("page", with_commands())
 def test_console_blocks_run(page, tmp_path):
     for folder in ("recipes", "tests"):
         (tmp_path / folder).symlink_to(TOP / folder)

@@ -110,9 +110,9 @@ def needs_eight(c: LayoutCandidate) -> bool:
 
 CASES: list[Any] = [
     ("llama", 1, 2, lambda c: True),
-    ("llama", 2, 2, lambda c: True),
+    pytest.param("llama", 2, 2, lambda c: True, marks=pytest.mark.slow),
     pytest.param("llama", 2, 4, needs_eight, marks=pytest.mark.slow),
-    ("retnet", 1, 2, lambda c: c.layout.offload == "none"),
+    pytest.param("retnet", 1, 2, lambda c: c.layout.offload == "none", marks=pytest.mark.slow),
     pytest.param(
         "retnet", 2, 2, lambda c: c.layout.offload == "none" and c.layout.pipeline > 1, marks=pytest.mark.slow
     ),

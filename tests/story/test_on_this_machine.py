@@ -37,6 +37,7 @@ def test_the_corpus_is_six_languages_with_exact_counts(place):
     assert "public domain" in json.dumps(ledger)
 
 
+@pytest.mark.slow
 def test_italia_is_killed_resumed_kept_and_continued(place):
     folder, walk = place
     printed = walk("italia")
@@ -57,6 +58,7 @@ def test_italia_is_killed_resumed_kept_and_continued(place):
     assert len(list((folder / "pictures").glob("*.svg"))) >= 3
 
 
+@pytest.mark.slow
 def test_italia_goes_on_from_its_own_weights_with_a_warm_up(place):
     folder, walk = place
     walk("italia")
@@ -94,6 +96,7 @@ def test_lumi_languages_of_the_mix_come_out_better(place):
     assert "bits per byte" in (folder / "eval.html").read_text()
 
 
+@pytest.mark.slow
 def test_hackathon_matrix_and_retnet(place):
     folder, walk = place
     printed = walk("hackathon")

@@ -132,7 +132,8 @@ def task_logits(
     """Of a model with a task's head, which transformers loads by the class that config.json names."""
     load_model_weights(checkpoint, ours, verify=False)
     ours = ours.to(dtype).float().eval()
-    theirs = type(ours.net).from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+    options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
+    theirs = type(ours.net).from_pretrained(folder, trust_remote_code=False, **options)
     for row in tokens.split(1):
         pair = ours(row).float(), theirs.eval()(row).logits.float()
         yield pair if pair[0].ndim == 3 else (pair[0][None], pair[1][None])
