@@ -142,7 +142,6 @@ class Store:
 
 # What readers of a manifest rely on. Other keys are only shown.
 _FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=255)]
-_Term = NotRequired[str | None]
 _Counts = dict[str, NonNegativeInt]
 _Checksums = dict[_FileName, list[tuple[NonNegativeInt, str]]]
 
@@ -153,7 +152,19 @@ class _ShardEntry(TypedDict):
     documents: NonNegativeInt
 
 
-class _SourceEntry(TypedDict):
+class _Terms(TypedDict, total=False):
+    language: str | None
+    licence: str | None
+    origin: str | None
+    consent: str | None
+    kind: str | None
+    collected: str | None
+    crawler: str | None
+    opt_out: str | None
+    notes: str | None
+
+
+class _SourceEntry(_Terms):
     tokens: NonNegativeInt
     documents: NonNegativeInt
     documents_in: NonNegativeInt
@@ -161,15 +172,6 @@ class _SourceEntry(TypedDict):
     rejected: _Counts
     filtered: _Counts
     shards: dict[str, list[_ShardEntry]]
-    language: _Term
-    licence: _Term
-    origin: _Term
-    consent: _Term
-    kind: _Term
-    collected: _Term
-    crawler: _Term
-    opt_out: _Term
-    notes: _Term
 
 
 class _TokenizerEntry(TypedDict):
