@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from windlass.config.sources import DataSource
@@ -177,8 +177,8 @@ class _SourceEntry(_Terms):
 class _TokenizerEntry(TypedDict):
     file: _FileName
     hash: str
-    vocab_size: PositiveInt
-    eos: NonNegativeInt | None
+    vocab_size: Annotated[int, Field(gt=0, le=2**31)]
+    eos: Annotated[int, Field(ge=0, lt=2**31)] | None
 
 
 class _Settings(TypedDict):
@@ -190,7 +190,7 @@ class _Settings(TypedDict):
 class _Manifest(TypedDict):
     kind: Literal["windlass-store"]
     dtype: Literal["<u2", "<i4"]
-    max_token: Annotated[int, Field(ge=-1)]
+    max_token: Annotated[int, Field(ge=-1, lt=2**31)]
     ledger_hash: str
     tokens: NonNegativeInt
     documents: NonNegativeInt
