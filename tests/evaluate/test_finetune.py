@@ -11,6 +11,7 @@ from tests.train.tuning_files import save_encoder, write_tsv
 from typer.testing import CliRunner
 
 from windlass.cli import build
+from windlass.data.complete_tune import complete_tune
 from windlass.errors import ConfigError
 from windlass.evaluate.finetune import SeedResult, mean_scores, read_task, summary, tune_recipe
 from windlass.runs.folder import Run
@@ -87,14 +88,18 @@ def test_two_processes_of_the_command(tsv: Path, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide(tsv: Path, tmp_path: Path) -> None:
+    save_encoder(tmp_path / "model")
+    tune, _ = read_task(None, {"train": str(tsv), "label": "target"})
+    recipe = tune_recipe(tmp_path / "model", "polemo", tune, length=16, lr=None, seed=0, step=None)
+    layout = complete_tune(recipe, 4).layout
+    assert layout is not None and layout.micro_batch == 4
     with pytest.raises(ConfigError) as error:
-        tune, _ = read_task(None, {"train": str(tsv)})
-        tune_recipe(tmp_path, "polemo", tune, length=16, lr=None, seed=0, devices=3, step=None)
+        complete_tune(recipe, 3)
     assert error.value.code == "tune.batch-not-divisible" and "18" in (error.value.hint or "")
 
 
 def test_a_task_of_a_file(tsv: Path, tmp_path: Path) -> None:
-    """Options come before the file's keys; what is not a task is refused."""
+    """Options replace the file's keys; what is not a task is refused."""
     file = tmp_path / "task.toml"
     file.write_text(f'[tune]\ntask = "classify"\ntrain = "{tsv}"\nlabel = "target"\nbatch = 8\n[data]\nseq_len = 24\n')
     tune, length = read_task(file, {"batch": 4, "epochs": None})

@@ -18,12 +18,12 @@ from windlass.errors import ConfigError, DataError
 from windlass.evaluate.answers import NativeEngine, VllmEngine, fill, generate_answers
 from windlass.evaluate.generate import Sampling, generate
 from windlass.evaluate.open_model import open_model
-from windlass.evaluate.scores import EvalScore, wilson_interval
 from windlass.evaluate.suites.code import item_tests, pass_at_k, program_of
 from windlass.evaluate.suites.instructions import Checks, follows
 from windlass.evaluate.suites.question_answering import FORM
 from windlass.evaluate.task_files import TaskFile, check_task, read_task_file, run_task
 from windlass.runs.folder import Run
+from windlass.runs.scores import EvalScore, wilson_interval
 
 
 class ScriptedEngine:

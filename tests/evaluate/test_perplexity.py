@@ -25,9 +25,10 @@ from windlass.evaluate.perplexity import (
     group_scores,
     summarize,
 )
-from windlass.evaluate.scores import append_scores, ratio_interval, wilson_interval
+from windlass.evaluate.scores import ratio_interval
 from windlass.files import read_json_lines
 from windlass.runs.folder import Run
+from windlass.runs.scores import append_scores, wilson_interval
 
 
 @pytest.mark.parametrize("which", ["llama_run", "retnet_run"])

@@ -10,17 +10,9 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.errors import RunError
-from windlass.evaluate.scores import (
-    EvalScore,
-    append_scores,
-    language_charts,
-    language_rows,
-    language_table,
-    languages,
-    recorded_rows,
-    wilson_interval,
-)
+from windlass.evaluate.scores import language_charts, language_rows, language_table, languages, recorded_rows
 from windlass.runs.folder import Run
+from windlass.runs.scores import EvalScore, append_scores, wilson_interval
 
 
 def score(group: str, value: float, **more: object) -> EvalScore:

@@ -18,11 +18,11 @@ from windlass.errors import ConfigError, DataError
 from windlass.evaluate.generate import Sampling, generate, prompt_room
 from windlass.evaluate.likelihood import likelihoods, token_pair
 from windlass.evaluate.open_model import open_model
-from windlass.evaluate.scores import EvalScore
 from windlass.evaluate.suites import SUITES, Item, SuiteOptions, solved_examples
 from windlass.evaluate.suites.translation import translation_scores
 from windlass.evaluate.task_files import TaskFile, find_overlap, ngram_hashes, read_task_file, run_task
 from windlass.runs.folder import Run
+from windlass.runs.scores import EvalScore
 
 
 def write(path: Path, items: list[Any]) -> Path:

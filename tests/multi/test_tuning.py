@@ -11,7 +11,7 @@ from tests.train.helpers import build, steps
 from tests.train.tuning_files import make_masked_store, masked_table, save_encoder, tune_table, write_tsv
 
 from windlass.config import Recipe
-from windlass.data.examples import complete_tune
+from windlass.data.complete_tune import complete_tune
 from windlass.train.checkpointing import load_model_weights
 
 SHARDS = ("none", "zero1", "zero2", "full")

@@ -11,7 +11,7 @@ from tests.train.helpers import build, new_run, run_here
 from tests.train.tuning_files import make_masked_store, masked_table, save_encoder
 
 from windlass.config import Recipe
-from windlass.data.examples import complete_tune
+from windlass.data.complete_tune import complete_tune
 from windlass.errors import ConfigError
 from windlass.layout.types import IGNORED
 from windlass.train.loop import open_batches

@@ -13,8 +13,9 @@ from tests.train.helpers import build, new_run, run_here, steps
 from tests.train.tuning_files import reviews, save_encoder, tune_table, write_tsv
 
 from windlass.config import Recipe
+from windlass.data.complete_tune import complete_tune
 from windlass.data.example_batches import ExampleOrder, micro_batches
-from windlass.data.examples import complete_tune, read_example_sets
+from windlass.data.examples import read_example_sets
 from windlass.errors import ConfigError, DataError
 from windlass.files import read_json_lines
 from windlass.runs.events import Evaluated, Finished
@@ -284,3 +285,23 @@ def test_export_has_the_head_and_the_names_of_labels(folder: Path, tmp_path: Pat
     assert exported.check is not None and exported.check.ok
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
     assert model.config.id2label == {0: "minus", 1: "plus"}
+
+
+def test_plan_and_launch_read_the_examples(folder: Path, tmp_path: Path) -> None:
+    """Steps follow from the examples: 160 of them in batches of 8, three times, on two devices."""
+    from windlass.clusters.load import load_cluster
+    from windlass.config.load import load_recipe
+    from windlass.config.toml_text import to_toml
+    from windlass.launch.start import resolve_recipe
+    from windlass.planner.search import on_devices, plan
+    from windlass.runs.folder import Run
+
+    table = tune_table(folder, cluster="snellius-h100")
+    del table["layout"]
+    (tmp_path / "r.toml").write_text(to_toml(table))
+    loaded, cluster = load_recipe(tmp_path / "r.toml"), on_devices(load_cluster("snellius-h100"), 2)
+    best = plan(loaded.recipe, cluster, nodes=1).best
+    assert (best.layout.data, best.layout.micro_batch, best.layout.accumulation) == (2, 4, 1)
+    resolved, chosen_by, _ = resolve_recipe(loaded, Run(tmp_path / "run"), cluster, 1)
+    assert resolved.recipe.train.steps == 60 and resolved.recipe.tune is not None and chosen_by == "recipe"
+    assert resolved.recipe.tune.labels == ["minus", "plus"]

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.cli.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, StepOption
+from windlass.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    StepOption,
+    TemperatureOption,
+    TopPOption,
+)
 from windlass.cli.output import console, print_json, text_of
 from windlass.errors import ConfigError
 
@@ -16,12 +24,8 @@ def chat(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Ask this once instead of reading questions.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of tokens of an answer.")] = 512,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
-    ] = 0.7,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
-    ] = 0.95,
+    temperature: TemperatureOption = 0.7,
+    top_p: TopPOption = 0.95,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answers.")] = 0,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Tokenizer with a chat template (default: the run's).")

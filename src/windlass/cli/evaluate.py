@@ -19,9 +19,10 @@ from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
     from windlass.evaluate.open_model import OpenModel
-    from windlass.evaluate.scores import EvalScore, LanguageRow
+    from windlass.evaluate.scores import LanguageRow
     from windlass.evaluate.suites import SuiteOptions
     from windlass.evaluate.task_files import TaskFile
+    from windlass.runs.scores import EvalScore
 
     Keep = Callable[..., None]
 
@@ -108,6 +109,7 @@ def eval_(
 ) -> None:
     """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
     from windlass.evaluate import scores as scoring
+    from windlass.runs.scores import append_scores
 
     if recorded.recorded or recorded.beside or recorded.all_steps:
         rows = scoring.recorded_rows([model.run, *(recorded.beside or [])], every_step=recorded.all_steps)
@@ -130,7 +132,7 @@ def eval_(
         """Write scores down as soon as they exist: stopping in the next task loses nothing."""
         scores.extend(new_scores)
         if save and source.run is not None:
-            scoring.append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
+            append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
 
     answer: dict[str, Any] = {}
     if chosen or tasks.harness:

@@ -1,48 +1,71 @@
 """`windlass finetune`: train and test a model on labelled texts, with several seeds."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.options import JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption
+from windlass.cli.options import JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption, option_groups
 from windlass.cli.output import show
 from windlass.files import write_json
 
+if TYPE_CHECKING:
+    from windlass.config import Recipe
+    from windlass.runs.folder import Run
 
-def finetune(
-    run: ModelArgument,
+
+@dataclass(frozen=True)
+class TaskOptions:
     train: Annotated[
         Path | None, typer.Option("--train", help="TSV, CSV or JSONL with the columns text and label.")
-    ] = None,
+    ] = None
     test: Annotated[
         Path | None, typer.Option("--test", help="Examples to test on (default: a tenth of the training file).")
-    ] = None,
+    ] = None
     task_file: Annotated[
-        Path | None, typer.Option("--tune", help="TOML file of a task with [tune] keys; options come before its keys.")
-    ] = None,
+        Path | None, typer.Option("--tune", help="TOML file of a task with [tune] keys; options replace its keys.")
+    ] = None
     task: Annotated[
         str | None, typer.Option("--task", help="classify, multi_label, regress or tag (default: classify).")
-    ] = None,
+    ] = None
     columns: Annotated[
         str | None, typer.Option("--columns", help="Names of the columns: text,label or text,second text,label.")
-    ] = None,
+    ] = None
     frozen: Annotated[
         bool | None, typer.Option("--frozen/--full", help="Train only a head, or every weight (default).")
-    ] = None,
-    epochs: Annotated[float | None, typer.Option("--epochs", min=0.01, help="Default: 3.")] = None,
+    ] = None
+    epochs: Annotated[float | None, typer.Option("--epochs", min=0.01, help="Default: 3.")] = None
     batch: Annotated[
         int | None, typer.Option("--batch", min=1, help="Texts per step over all processes (default: 16).")
-    ] = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate (default: 1e-3 frozen, 5e-5 full).")] = None,
+    ] = None
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate (default: 1e-3 frozen, 5e-5 full).")] = None
     length: Annotated[
         int | None, typer.Option("--length", min=1, help="Tokens of a text that are read (default: 256).")
-    ] = None,
+    ] = None
     patience: Annotated[
         int | None,
         typer.Option("--patience", min=0, help="Stop after so many epochs without a better score; 0: never."),
-    ] = None,
+    ] = None
+
+    def keys(self) -> dict[str, Any]:
+        """Of the `[tune]` table; None where the option was not given."""
+        names = self.columns.split(",") if self.columns is not None else []
+        if len(names) not in (0, 2, 3):
+            raise typer.BadParameter("--columns takes two or three names")
+        columns = {"text": names[0], "label": names[-1]} if names else {}
+        columns |= {"pair": names[1]} if len(names) == 3 else {}
+        files = {"train": self.train and str(self.train), "test": self.test and str(self.test)}
+        return (
+            {name: getattr(self, name) for name in ("task", "frozen", "epochs", "batch", "patience")} | files | columns
+        )
+
+
+@option_groups
+def finetune(
+    run: ModelArgument,
+    options: TaskOptions,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to run (0, 1, 2, ...).")] = 1,
     devices: ProcessesOption = None,
     folder: Annotated[Path, typer.Option("--runs", help="Folder for the run of each seed.")] = Path("runs"),
@@ -56,71 +79,35 @@ def finetune(
     Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it.
     """
     from windlass.cli.evaluate import score_table
-    from windlass.cli.train import train_start
     from windlass.clusters.scheduler import place
-    from windlass.config import Loaded
-    from windlass.config.toml_text import to_toml
-    from windlass.config.tune import selected_metric
     from windlass.convert.config_json import is_hf_folder
-    from windlass.errors import EXIT_DONE
     from windlass.evaluate.finetune import LENGTH, mean_scores, read_task, seed_result, summary, tune_recipe
-    from windlass.evaluate.scores import append_scores
-    from windlass.launch.start import create_planned_run, local_cluster
-    from windlass.runs.events import Finished
-    from windlass.runs.folder import Run, open_run
+    from windlass.runs.folder import open_run
+    from windlass.runs.scores import append_scores
 
-    names = columns.split(",") if columns is not None else None
-    if names is not None and len(names) not in (2, 3):
-        raise typer.BadParameter("--columns takes two or three names")
-    chosen = {} if names is None else {"text": names[0], "label": names[-1]}
-    chosen |= {"pair": names[1]} if names is not None and len(names) == 3 else {}
-    files = {"train": None if train is None else str(train), "test": None if test is None else str(test)}
-    options = {
-        "task": task,
-        "frozen": frozen,
-        "epochs": epochs,
-        "batch": batch,
-        "patience": patience,
-        **files,
-        **chosen,
-    }
-    tune, seq_len = read_task(task_file, options)
-    data_set = task_file.stem if task_file is not None else Path(tune.test or tune.train or "").stem
-    run_name = task_file.stem if task_file is not None else Path(tune.train or "").stem
+    tune, seq_len = read_task(options.task_file, options.keys())
+    # A file of a task has the task's name; else a run is named after its training file, a score after its test file.
+    name = (options.task_file or Path(tune.train or "")).stem
+    data_set = (options.task_file or Path(tune.test or tune.train or "")).stem
     position = place()
     processes = (devices or 1) if position.source == "single" else position.world_size
-    finished = []
-    for seed in range(seeds):
-        recipe = tune_recipe(
-            run, run_name, tune, length=length or seq_len or LENGTH, lr=lr, seed=seed, devices=processes, step=step
-        )
-        seed_run = Run(folder / recipe.name)
-        if not any(seed_run.events(Finished)):
-            text = to_toml(recipe.model_dump(mode="json", exclude_defaults=True), "Written by `windlass finetune`.")
-
-            def create(per_node: int, nodes: int) -> str:
-                loaded = Loaded(recipe, text, None, {})  # noqa: B023 - called at once
-                cluster = local_cluster(recipe, per_node)  # noqa: B023
-                return create_planned_run(seed_run.path, loaded, cluster, nodes)[1]  # noqa: B023
-
-            code = train_start(seed_run, create, devices=processes, quiet=as_json)
-            if code != EXIT_DONE:
-                raise typer.Exit(code)
-        finished.append(seed_run)
+    length = options.length or seq_len or LENGTH
+    recipes = [tune_recipe(run, name, tune, length=length, lr=options.lr, seed=n, step=step) for n in range(seeds)]
+    finished = [train_seed(recipe, folder / recipe.name, processes, quiet=as_json) for recipe in recipes]
     if position.rank:
         return
     results = [seed_result(seed_run) for seed_run in finished]
     rates = [result.texts_per_second for result in results if result.texts_per_second is not None]
     rate = sum(rates) / len(rates) if rates else None
-    detail = {"kind": tune.task, "frozen": tune.frozen, "epochs": tune.epochs, "processes": processes, "texts_per_second": rate,
-              "seeds": [asdict(result) for result in results]}  # fmt: skip
+    about = {"kind": tune.task, "frozen": tune.frozen, "epochs": tune.epochs, "processes": processes}
+    detail = {**about, "texts_per_second": rate, "seeds": [asdict(result) for result in results]}
     scores = mean_scores(data_set, results, detail)
     if save and not is_hf_folder(run):
         append_scores(open_run(run), scores, step=step, tokens=None)
     labels = finished[0].recipe().tune.labels  # type: ignore[union-attr]
     answer = {
         **{score.metric: score.value for score in scores},  # flat, so that a sweep finds them
-        **summary(selected_metric(tune), results),
+        **summary(tune.selected_metric, results),
         "texts_per_second": rate,
         "train": tune.train,
         "labels": labels,
@@ -132,3 +119,26 @@ def finetune(
         write_json(output, answer)
     speed = "speed not measured" if rate is None else f"{rate:,.1f} texts/s in training"
     show(as_json, answer, score_table(scores), f"{len(labels)} labels, {processes} process(es), {speed}")
+
+
+def train_seed(recipe: "Recipe", path: Path, processes: int, *, quiet: bool) -> "Run":
+    """The finished run of a seed; the command ends where it did not finish."""
+    from windlass.cli.train import train_start
+    from windlass.config import Loaded
+    from windlass.config.toml_text import to_toml
+    from windlass.errors import EXIT_DONE
+    from windlass.launch.start import create_planned_run, local_cluster
+    from windlass.runs.events import Finished
+    from windlass.runs.folder import Run
+
+    run = Run(path)
+    if any(run.events(Finished)):
+        return run
+    text = to_toml(recipe.model_dump(mode="json", exclude_defaults=True), "Written by `windlass finetune`.")
+    create = partial(create_planned_run, path, Loaded(recipe, text, None, {}))
+    code = train_start(
+        run, lambda per_node, nodes: create(local_cluster(recipe, per_node), nodes)[1], devices=processes, quiet=quiet
+    )
+    if code != EXIT_DONE:
+        raise typer.Exit(code)
+    return run

@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, StepOption
+from windlass.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    StepOption,
+    TemperatureOption,
+    TopPOption,
+)
 from windlass.cli.output import console, print_json, text_of
 from windlass.units import print_bytes
 
@@ -14,12 +22,8 @@ def generate(
     run: ModelArgument,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of new tokens.")] = 100,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
-    ] = 0.8,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
-    ] = 0.95,
+    temperature: TemperatureOption = 0.8,
+    top_p: TopPOption = 0.95,
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; repeatable.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,

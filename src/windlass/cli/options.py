@@ -43,6 +43,10 @@ AdjustOption = Annotated[
     bool,
     typer.Option("--adjust", help="Take the nearest global batch that the devices divide without loss, and say so."),
 ]
+TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
+]
 
 
 def option_groups(function: Callable[..., None]) -> Callable[..., None]:

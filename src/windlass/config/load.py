@@ -18,7 +18,6 @@ from windlass.config.ramp import ramp_problems
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
-from windlass.config.tune import EXAMPLE_TASKS
 from windlass.errors import ConfigError
 from windlass.registry import BLOCKS, PRESETS
 from windlass.units import divisors, nearest
@@ -293,8 +292,8 @@ def check(recipe: Recipe) -> None:
     for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
         if secret := find_secret(f"{value}"):
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
-    counts_examples = recipe.tune is not None and recipe.tune.task in (*EXAMPLE_TASKS, "chat", "prefer")
-    if data.tokens is None and recipe.train.steps is None and not counts_examples:
+    counts_epochs = recipe.tune is not None and recipe.tune.task != "masked"
+    if data.tokens is None and recipe.train.steps is None and not counts_epochs:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
     named = [("data.batch_tokens", data.batch_tokens), *(("data.batch_ramp", size) for _, size in data.batch_ramp)]
     for key, batch in named:

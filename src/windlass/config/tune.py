@@ -75,6 +75,14 @@ class TuneConfig(Table):
     lora: LoraConfig | None = None
     """Train small adapters instead of the weights."""
 
+    @property
+    def reads_examples(self) -> bool:
+        return self.task in EXAMPLE_TASKS
 
-def selected_metric(tune: TuneConfig) -> str:
-    return DEFAULT_METRIC.get(tune.task, "loss") if tune.metric == "auto" else tune.metric
+    @property
+    def selected_metric(self) -> str:
+        return DEFAULT_METRIC.get(self.task, "loss") if self.metric == "auto" else self.metric
+
+
+def lower_is_better(metric: str) -> bool:
+    return metric in ("loss", "mse", "bits_per_byte", "perplexity", "overlap_with_training")

@@ -1,6 +1,5 @@
 """`windlass finetune`: a recipe per seed, each a run of the training loop, and the mean of their scores."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +9,15 @@ import numpy as np
 
 from windlass.config import Recipe
 from windlass.config.load import read_toml, validate
-from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, selected_metric
+from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, lower_is_better
 from windlass.convert.config_json import is_hf_folder, recipe_name
 from windlass.convert.source import find_source, find_tokenizer
 from windlass.errors import ConfigError, RunError
-from windlass.evaluate.scores import EvalScore, wilson_interval
 from windlass.files import read_json_lines
 from windlass.runs.events import Evaluated
 from windlass.runs.folder import Run
+from windlass.runs.scores import EvalScore, wilson_interval
 
-# Texts of a forward pass: sorted by length, so that few tokens are padding.
-MICRO_BATCH = 8
 # Student's t for the 95 % interval of a mean, by number of seeds; from 11 on 2.2 or less.
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -43,7 +40,7 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
         )
     table = {**DEFAULTS, **raw.get("tune", {}), **{key: value for key, value in options.items() if value is not None}}
     tune = validate(TuneConfig, table, where)
-    if tune.task not in EXAMPLE_TASKS:
+    if not tune.reads_examples:
         raise ConfigError(
             "tune.task-file",
             f"{where}: `windlass finetune` is for tasks on examples, not {tune.task}",
@@ -62,17 +59,9 @@ def tune_recipe(
     length: int,
     lr: float | None,
     seed: int,
-    devices: int,
     step: int | None,
 ) -> Recipe:
     """The recipe of one seed for the task `name`: any local Hugging Face folder through transformers, or a run of ours."""
-    per_device, rest = divmod(tune.batch, devices)
-    if rest:
-        raise ConfigError(
-            "tune.batch-not-divisible",
-            f"a batch of {tune.batch} does not divide over {devices} processes",
-            hint=f"choose --batch {math.ceil(tune.batch / devices) * devices}",
-        )
     if is_hf_folder(model):
         table: dict[str, Any] = {"family": "hf", "config": str(model)}
         weights, tokenizer = model, None
@@ -94,7 +83,6 @@ def tune_recipe(
             "beta2": 0.999,
         },
         "train": {"precision": "fp32"},
-        "layout": {"micro_batch": math.gcd(per_device, MICRO_BATCH)},
         "save": {"load": str(weights), "keep_last": 1},
     }
     return validate(Recipe, raw, "windlass finetune")
@@ -120,22 +108,31 @@ def seed_result(run: Run) -> SeedResult:
     lines = [line for line in read_json_lines(run.eval_file) if line.get("value") is not None]
     scores = {line["metric"]: float(line["value"]) for line in lines}
     step, count = (int(lines[-1]["step"]), int(lines[-1]["count"])) if lines else (0, 0)
-    passes = [event for event in run.events(Evaluated) if event.scores]
-    metric = selected_metric(recipe.tune)
-    values = [v for event in passes if (v := {**event.scores, "loss": event.val_loss}.get(metric)) is not None]
-    best = (min if metric in ("loss", "mse") else max)(values, default=None)
+    metric = recipe.tune.selected_metric
+    passes = [({**event.scores, "loss": event.val_loss}, event.step) for event in run.events(Evaluated) if event.scores]
+    judged = [(values, at) for values, at in passes if values.get(metric) is not None]
+    sign = -1 if lower_is_better(metric) else 1
+    best = max(judged, key=lambda one: sign * (one[0][metric] or 0.0), default=None)
     if not scores:
-        if not passes:
+        if best is None:
             raise RunError("tune.no-scores", f"{run.path} has no scores", hint=f"finish it: windlass resume {run.path}")
-        scores = {name: value for name, value in passes[-1].scores.items() if value is not None}
-        step = passes[-1].step or 0
+        scores = {name: value for name, value in best[0].items() if value is not None}
+        step = best[1] or 0
     metrics = list(run.metrics_lines())
     seconds = [line.step_seconds for line in metrics if line.step_seconds]
     joules = [line.energy_joules for line in metrics if line.energy_joules is not None]
     # The median step: the first ones allocate memory.
     rate = recipe.tune.batch / float(np.median(seconds)) if seconds else None
     return SeedResult(
-        str(run.path), recipe.seed, scores, step, count, rate, best, max(joules, default=None), sum(seconds) or None
+        str(run.path),
+        recipe.seed,
+        scores,
+        step,
+        count,
+        rate,
+        None if best is None else best[0][metric],
+        max(joules, default=None),
+        sum(seconds) or None,
     )
 
 

@@ -13,7 +13,7 @@ from windlass.evaluate.answers import NativeEngine
 from windlass.evaluate.generate import Sampling, prompt_room, text_before
 from windlass.evaluate.likelihood import end_token, likelihoods, token_pair
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore
+from windlass.runs.scores import EvalScore
 
 
 def run_harness(

@@ -24,8 +24,9 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
 from windlass.evaluate.likelihood import TokenNats, token_losses, token_nats
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore, ratio_score
+from windlass.evaluate.scores import ratio_score
 from windlass.files import set_compile_cache
+from windlass.runs.scores import EvalScore
 
 # Document lengths in bytes of text: tokens differ in length between tokenizers.
 LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))

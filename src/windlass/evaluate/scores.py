@@ -1,54 +1,23 @@
 """Evaluation scores with 95 % intervals, one line of eval.jsonl each, and their tables and charts. No torch."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.config.tune import lower_is_better
 from windlass.errors import RunError
 from windlass.figures import Chart, DataTable, Section, Series
 from windlass.figures.html import page
-from windlass.files import append_line, read_json_lines
-from windlass.runs.folder import Run, open_run
+from windlass.files import read_json_lines
+from windlass.runs.folder import open_run
+from windlass.runs.scores import EvalScore, Interval
 
 Floats = npt.NDArray[np.float64]
-Interval = tuple[float | None, float | None]
 RESAMPLES = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalScore:
-    """One number of one group. The report shows these fields in this order."""
-
-    task: str
-    group: str  # "all", "source code", "language nl"
-    metric: str
-    value: float | None
-    low: float | None = None  # 95 % interval; None where it cannot be known (one document)
-    high: float | None = None
-    count: int  # independent items: documents, questions, sentences
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-    def line(self, **more: Any) -> dict[str, Any]:
-        """The line of eval.jsonl; `more` says which checkpoint it belongs to."""
-        return {**{key: value for key, value in vars(self).items() if key != "detail"}, **more, "detail": self.detail}
-
-
-def append_scores(run: Run, scores: Iterable[EvalScore], *, step: int | None, tokens: int | None, **more: Any) -> None:
-    now = time.time()
-    for score in scores:
-        append_line(run.eval_file, score.line(step=step, tokens=tokens, time=now, **more))
-
-
-def share_score(task: str, group: str, metric: str, hits: int, count: int, detail: Mapping[str, Any]) -> EvalScore:
-    """Share of items that are right; None when there are no items."""
-    low, high = wilson_interval(hits, count)
-    value = hits / count if count else None
-    return EvalScore(task=task, group=group, metric=metric, value=value, low=low, high=high, count=count, detail=detail)
 
 
 def ratio_score(
@@ -74,18 +43,6 @@ def ratio_interval(above: Floats, below: Floats, seed: int = 0) -> Interval:
     return float(low), float(high)
 
 
-def wilson_interval(hits: int, count: int) -> Interval:
-    """Interval of a share, good for few items and near 0 and 1."""
-    if count == 0:
-        return None, None
-    z, share = 1.959964, hits / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    # Exactly 0 and 1 at the ends, where rounding leaves a trace.
-    return (max(0.0, middle - half) if hits else 0.0), (min(1.0, middle + half) if hits < count else 1.0)
-
-
-LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "overlap_with_training")
 ALL = "all"
 LANGUAGE_PREFIX = "language "
 
@@ -228,7 +185,7 @@ def language_charts(rows: Sequence[LanguageRow]) -> list[Chart]:
             )
             for row in inside
         )
-        better, title = "lower" if metric in LOWER_IS_BETTER else "higher", metric.replace("_", " ")
+        better, title = "lower" if lower_is_better(metric) else "higher", metric.replace("_", " ")
         charts.append(
             Chart(title=f"{task}: {title}", series=series, y_title=f"{title} ({better} is better)", from_zero=True)
         )

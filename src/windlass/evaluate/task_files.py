@@ -22,9 +22,9 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.perplexity import choose_documents
-from windlass.evaluate.scores import EvalScore, share_score
 from windlass.evaluate.suites import SUITES, Suite, SuiteOptions, TaskHeader, groups
 from windlass.files import read_text_file
+from windlass.runs.scores import EvalScore, share_score
 
 
 @dataclass(frozen=True)

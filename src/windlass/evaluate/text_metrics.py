@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from windlass.errors import ConfigError
-from windlass.evaluate.scores import RESAMPLES, EvalScore
+from windlass.evaluate.scores import RESAMPLES
+from windlass.runs.scores import EvalScore
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 # Written without spaces between words: a character counts as a word.

@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from windlass.config.sweep import LeaderboardConfig
+from windlass.config.tune import lower_is_better
 from windlass.figures.charts import Chart, DataTable, Item, Note, Section, bars
 from windlass.units import print_joules, print_seconds
 
@@ -22,8 +23,7 @@ def leaderboard(config: LeaderboardConfig, rows: Sequence[Row]) -> list[dict[str
             points[str(row[config.rows]), str(row[config.columns])].append(row)
     entries = []
     for (model, data_set), group in points.items():
-        less = group[0].get("metric") in ("loss", "mse") if group else False
-        sign = -1 if less else 1
+        sign = -1 if group and lower_is_better(str(group[0].get("metric"))) else 1
         chosen = max(group, key=lambda row: sign * float(row.get(config.choose) or 0), default={})
         entry = {config.rows: model, config.columns: data_set, **{key: chosen.get(key) for key in COLUMNS}}
         entries.append(entry | {"score": chosen.get(config.score), "points": len(group)})

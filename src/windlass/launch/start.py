@@ -53,6 +53,10 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
 
     A run that exists keeps the layout that the planner chose for it at creation.
     """
+    if loaded.recipe.tune is not None:
+        from windlass.data.complete_tune import complete_tune  # numpy: not for every start
+
+        loaded = replace(loaded, recipe=complete_tune(loaded.recipe, nodes * cluster.node.devices))
     if loaded.recipe.layout is not None:
         size = job_size(loaded.recipe, nodes * cluster.node.devices, cluster.node.devices)
         check_degrees(model_spec(loaded.recipe.model), complete_layout(loaded.recipe.layout, size), size)
@@ -69,10 +73,6 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
 def create_planned_run(folder: Path, loaded: Loaded, cluster: Cluster, nodes: int) -> tuple[Run, str]:
     """The run folder of a recipe, created or the existing one, and the reason for its layout; keeps the plan beside
     it."""
-    if loaded.recipe.tune is not None:
-        from windlass.data.examples import complete_tune  # numpy: not for every start
-
-        loaded = replace(loaded, recipe=complete_tune(loaded.recipe))
     loaded, layout_from, reason = resolve_recipe(loaded, Run(folder), cluster, nodes)
     run = create_run(folder, loaded, layout_from=layout_from)
     # What the planner expects is compared with measurements later; a recipe that it cannot price is trained all the

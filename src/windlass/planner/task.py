@@ -96,6 +96,10 @@ def make_task(
     """
     nodes = recipe.nodes if nodes is None else nodes
     check_nodes(nodes, cluster)
+    if recipe.tune is not None:
+        from windlass.data.complete_tune import complete_tune  # numpy: not for every plan
+
+        recipe = complete_tune(recipe, nodes * cluster.node.devices)
     if engine_profile not in (None, *OTHER_ENGINES):
         raise ConfigError(
             "planner.unknown-engine-profile",

@@ -96,8 +96,8 @@ def compute_reference(training: Training, count: int) -> np.ndarray[Any, np.dtyp
                 arrays = stream.sequences(own), stream.document_ids(own), stream.ignored(own), stream.pairs(own)
                 tokens, documents, ignored, pairs = (torch.from_numpy(array).to(world.device) for array in arrays)
                 inputs, targets, numbers = cut(tokens.long(), documents.long(), world, ignored)
-                found = module(inputs, torch.cat((targets[..., None], pairs.long()), -1), numbers)
-                margins[found[0].long()] = found[1]
+                numbers_and_margins = module(inputs, torch.cat((targets[..., None], pairs.long()), -1), numbers)
+                margins[numbers_and_margins[0].long()] = numbers_and_margins[1]
     finally:
         module.head.loss = loss
     # A window that fills up the last batch is computed by several ranks.

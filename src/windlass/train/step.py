@@ -167,7 +167,7 @@ class Stepper:
         if isinstance(tokens, MarkedBatch):
             ignored, pairs, count = tokens.ignored, tokens.pairs, tokens.pair_count
             tokens = tokens.tokens
-        _, batch_tokens = self._batch_size(tokens)
+        batch_tokens = self._batch_tokens(tokens)
         self.routers.set_scale(1.0 / batch_tokens)
         self.scale = 1.0 / batch_tokens
         if self.masking is not None:
@@ -209,10 +209,9 @@ class Stepper:
             (sums[0] * self.scale).backward()
         return forward
 
-    def _batch_size(self, tokens: Tensor) -> tuple[int, int]:
-        """Micro-batches of this rank's sequences, and tokens of the whole step."""
-        sequences = len(tokens)
-        return sequences // self.plan.layout.micro_batch, sequences * self.world.layout.data * self.plan.seq_len
+    def _batch_tokens(self, tokens: Tensor) -> int:
+        """Of the whole step."""
+        return len(tokens) * self.world.layout.data * self.plan.seq_len
 
     def _counted(self, ignored: Tensor, batch_tokens: int) -> Tensor:
         """Tokens of the whole batch that are not ignored; every rank of a data group holds the same sequences."""

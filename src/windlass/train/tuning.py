@@ -13,7 +13,8 @@ from torch import Tensor
 
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase
-from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, selected_metric
+from windlass.config.tune import TuneConfig, lower_is_better
+from windlass.data.complete_tune import changed_files
 from windlass.data.example_batches import (
     EncodedExamples,
     ExampleOrder,
@@ -22,12 +23,13 @@ from windlass.data.example_batches import (
     encoder_of_transformers,
     micro_batches,
 )
-from windlass.data.examples import changed_files, read_example_sets
+from windlass.data.examples import read_example_sets
 from windlass.data.tokenizer import load_tokenizer
 from windlass.errors import ConfigError, DataError
-from windlass.files import append_line
 from windlass.layout.types import IGNORED, Layout
 from windlass.models.task_head import TaskHead
+from windlass.runs.folder import Run
+from windlass.runs.scores import EvalScore, append_scores, wilson_interval
 from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch
 from windlass.train.label_metrics import label_scores
 from windlass.train.mesh import World
@@ -36,7 +38,7 @@ from windlass.train.validate import HeldOutLoss, Validation, without_dropout
 
 
 def tunes_examples(recipe: Recipe) -> bool:
-    return recipe.tune is not None and recipe.tune.task in EXAMPLE_TASKS
+    return recipe.tune is not None and recipe.tune.reads_examples
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class ExampleValidation(Validation):
 
     def compared(self, metric: str) -> float | None:
         value = self.overall.loss if self.selected == "loss" else self.scores[self.selected]
-        return value if value is None or self.selected in ("loss", "mse") else -value
+        return value if value is None or lower_is_better(self.selected) else -value
 
 
 class ExampleValidator:
@@ -190,7 +192,7 @@ class ExampleValidator:
     def __init__(self, stream: ExampleStream, world: World, parts: ModelParts) -> None:
         self.stream, self.world, self.parts = stream, world, parts
         self.held: list[Any] = []
-        self.selected = selected_metric(stream.tune)
+        self.selected = stream.tune.selected_metric
 
     def run(
         self, stopping: Callable[[], object] = lambda: None, examples: EncodedExamples | None = None
@@ -249,10 +251,14 @@ class ExampleValidator:
 
 
 def record_test(
-    run: Any, validation: ExampleValidation, tune: TuneConfig, *, step: int, tokens: int, count: int
+    run: Run, validation: ExampleValidation, tune: TuneConfig, *, step: int, tokens: int, count: int
 ) -> None:
-    """Scores of the test examples, in the form of eval.jsonl."""
+    """Scores of the test examples; of the accuracy of labels also the interval."""
+    scores = []
     for name, value in {**validation.scores, "loss": validation.overall.loss}.items():
-        line = {"task": Path(tune.test or "").stem, "group": "all", "metric": name, "value": value, "low": None,
-                "high": None, "count": count, "step": step, "tokens": tokens}  # fmt: skip
-        append_line(run.eval_file, {**line, "detail": {"kind": tune.task, **asdict(validation.overall)}})
+        is_share = name == "accuracy" and tune.task == "classify" and value is not None
+        low, high = wilson_interval(round((value or 0.0) * count), count) if is_share else (None, None)
+        detail = {"kind": tune.task, **asdict(validation.overall)}
+        place = {"task": Path(tune.test or "").stem, "group": "all", "metric": name}
+        scores.append(EvalScore(**place, value=value, low=low, high=high, count=count, detail=detail))
+    append_scores(run, scores, step=step, tokens=tokens)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
     from windlass.evaluate.generate import Sampling
     from windlass.evaluate.open_model import OpenModel
-    from windlass.evaluate.scores import EvalScore
+    from windlass.runs.scores import EvalScore
 
 Item = Mapping[str, Any]
 SUITES = Registry(

@@ -7,8 +7,9 @@ import numpy as np
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.likelihood import likelihoods, token_pair
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore, ratio_score, share_score
+from windlass.evaluate.scores import ratio_score
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, solved_examples
+from windlass.runs.scores import EvalScore, share_score
 
 
 class Cloze(Suite):

@@ -16,8 +16,9 @@ from windlass.errors import ConfigError
 from windlass.evaluate.answers import PromptForm, generate_answers
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.sandbox import SandboxLimits, check_sandbox, run_programs
-from windlass.evaluate.scores import EvalScore, ratio_score, share_score
+from windlass.evaluate.scores import ratio_score
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, is_text_list, text_list
+from windlass.runs.scores import EvalScore, share_score
 from windlass.units import parse_bytes
 
 FORM = PromptForm(

@@ -15,9 +15,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.answers import PromptForm, generate_answers
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore, ratio_score, share_score
+from windlass.evaluate.scores import ratio_score
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, text_list
 from windlass.evaluate.text_metrics import is_language, languages, words_of
+from windlass.runs.scores import EvalScore, share_score
 
 FORM = PromptForm(template="{prompt}\n", field="prompt", solution=lambda item: item.get("answer", ""), max_tokens=256)
 

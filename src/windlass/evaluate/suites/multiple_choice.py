@@ -6,9 +6,9 @@ import numpy as np
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore, share_score
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups
 from windlass.evaluate.suites.cloze import score_answers
+from windlass.runs.scores import EvalScore, share_score
 
 
 class MultipleChoice(Suite):

@@ -10,9 +10,10 @@ import numpy as np
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.answers import PromptForm, generate_answers
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore, ratio_score, share_score
+from windlass.evaluate.scores import ratio_score
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, is_text_list, text_list
 from windlass.evaluate.text_metrics import exact_match, token_f1
+from windlass.runs.scores import EvalScore, share_score
 
 FORM = PromptForm(
     template="{context}\n\nQuestion: {question}\nAnswer:",

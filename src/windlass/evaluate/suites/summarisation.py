@@ -7,9 +7,10 @@ import numpy as np
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.answers import PromptForm, generate_answers
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore, ratio_score
+from windlass.evaluate.scores import ratio_score
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, is_text_list, text_list
 from windlass.evaluate.text_metrics import corpus_score, rouge
+from windlass.runs.scores import EvalScore
 
 FORM = PromptForm(
     template="{document}\n\nSummary:",

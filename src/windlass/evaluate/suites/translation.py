@@ -6,9 +6,9 @@ from typing import Any
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.answers import PromptForm, generate_answers
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore
 from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups
 from windlass.evaluate.text_metrics import corpus_score
+from windlass.runs.scores import EvalScore
 
 FORM = PromptForm(
     template="{source}\n", field="source", solution=lambda item: item["reference"], max_tokens=64, stop=("\n",)

@@ -1,0 +1,103 @@
+"""What a `[tune]` table leaves open, from the files that it names: labels, hashes, steps, tokens, the mask token."""
+
+import hashlib
+import math
+from pathlib import Path
+
+from windlass.config import LayoutConfig, Recipe
+from windlass.config.tune import TuneConfig
+from windlass.data.examples import read_example_sets
+from windlass.data.store import open_store
+from windlass.data.stream import StoreStream, open_stream
+from windlass.data.tokenizer import load_tokenizer
+from windlass.errors import ConfigError
+from windlass.layout.types import AXES
+
+# Texts of a forward pass where the recipe does not say it: sorted by length, so that few tokens are padding.
+MICRO_BATCH = 8
+# Tokens of BERT's and RoBERTa's tokenizers.
+MASK_NAMES = ("[MASK]", "<mask>")
+SPECIAL_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "<pad>", "<unk>")
+
+
+def complete_tune(recipe: Recipe, devices: int = 1) -> Recipe:
+    """The recipe of a run on so many devices; a recipe without `[tune]` is returned as it is."""
+    tune = recipe.tune
+    if tune is None:
+        return recipe
+    if tune.reads_examples:
+        return with_examples(recipe, tune, devices)
+    if tune.task == "masked":
+        return recipe.model_copy(update={"tune": with_mask_token(recipe, tune)})
+    if recipe.data.tokens or recipe.train.steps:
+        return recipe
+    stream = open_stream(recipe.data, seed=recipe.seed, vocab=recipe.model.vocab)
+    windows = int(stream.mixture.windows.sum()) if isinstance(stream, StoreStream) else 0
+    tokens = max(1, math.ceil(tune.epochs * windows)) * recipe.data.seq_len
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokens": tokens})})
+
+
+def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
+    per_device, remainder = divmod(tune.batch, devices)
+    if remainder:
+        raise ConfigError(
+            "tune.batch-not-divisible",
+            f"tune.batch ({tune.batch}) does not divide over {devices} devices",
+            hint=f"the next larger batch that does is {(per_device + 1) * devices}",
+        )
+    layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(per_device, MICRO_BATCH))
+    if divided := [axis for axis in AXES if getattr(layout, axis) > 1]:
+        raise ConfigError(
+            "tune.axis-unsupported",
+            f"layout.{divided[0]} ({getattr(layout, divided[0])}): task {tune.task!r} divides examples and weights "
+            "over devices, not a model's layers or heads",
+            hint=f'set layout.{divided[0]} = 1; layout.shard = "full" divides the weights',
+        )
+    sets = read_example_sets(tune)
+    files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}
+    steps = math.ceil(len(sets.train) / tune.batch)
+    every = recipe.train.eval_every or steps
+    train = {"steps": recipe.train.steps or math.ceil(tune.epochs * steps), "eval_every": every}
+    return recipe.model_copy(
+        update={
+            "layout": layout,
+            "tune": tune.model_copy(update={"labels": sets.labels, "files": files}),
+            "train": recipe.train.model_copy(update=train),
+            # The best weights are those that the test examples see.
+            "save": recipe.save.model_copy(update={"keep_best": max(1, recipe.save.keep_best)}),
+            "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
+        }
+    )
+
+
+def with_mask_token(recipe: Recipe, tune: TuneConfig) -> TuneConfig:
+    """With the ids of the mask token and of special tokens, from the tokenizer of the recipe or of its store."""
+    data = recipe.data
+    file = data.tokenizer or (open_store(Path(data.store)).tokenizer_file if data.store else None)
+    ids: dict[str, int] = {}
+    if file is not None:
+        tokenizer = load_tokenizer(Path(file))
+        for name in (*MASK_NAMES, *SPECIAL_NAMES):
+            numbers = tokenizer.encode(name, specials=True)
+            if len(numbers) == 1 and tokenizer.decode(numbers).strip() == name:
+                ids[name] = numbers[0]
+        ids |= {} if tokenizer.eos is None else {"end": tokenizer.eos}
+    mask = next((ids[name] for name in MASK_NAMES if name in ids), None)
+    mask = mask if tune.mask_token is None else tune.mask_token
+    if mask is None:
+        raise ConfigError(
+            "tune.no-mask-token",
+            f"{file or 'the recipe'} has no mask token ({' or '.join(MASK_NAMES)})",
+            hint="name a tokenizer that has one, or give the id of an unused token as tune.mask_token",
+        )
+    special = sorted({mask, *tune.special_tokens, *ids.values()})
+    return tune.model_copy(update={"mask_token": mask, "special_tokens": special})
+
+
+def changed_files(tune: TuneConfig) -> list[str]:
+    """Files that are not those with which the run was created."""
+    return [file for file, digest in tune.files.items() if not Path(file).is_file() or file_hash(file) != digest]
+
+
+def file_hash(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
