@@ -17,7 +17,7 @@ from windlass.report.tables import energy_card, percent, rate, state
 from windlass.units import print_bytes
 
 # Tables that do not change how fast a step is.
-IGNORED = ("name", "notes", "seed", "launch", "trackers", "profile", "save", "energy")
+UNCOMPARED_TABLES = ("name", "notes", "seed", "launch", "trackers", "profile", "save", "energy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def compared(runs: Sequence[RunSummary], root: Path) -> list[Section]:
     different: dict[str, set[str]] = {}
     for run in measured:
         for key, value in values[id(run)].items():
-            if key.split(".")[0] not in IGNORED:
+            if key.split(".")[0] not in UNCOMPARED_TABLES:
                 different.setdefault(key, set()).add(str(value))
     # Keys with more than one value, those with most values first.
     keys = sorted((k for k, v in different.items() if len(v) > 1), key=lambda k: (-len(different[k]), k))

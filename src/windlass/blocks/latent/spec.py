@@ -75,8 +75,8 @@ class LatentSpec(AttentionSpec):
         narrow = 2.0 * numbers + self.rope_dim
         if not step.compile:  # also what is multiplied with the weight; in 16 bits the input in fp32 instead
             narrow = 3.0 * numbers + self.rope_dim if step.precision == "fp32" else 4.0 * numbers
-        made = 0.0 if "mla_up_proj" in step.recomputed else 2.0 * self.query_width + self.value_width
-        heads = size * (made + self.value_width) + 4.0 * self.heads
+        projected = 0.0 if "mla_up_proj" in step.recomputed else 2.0 * self.query_width + self.value_width
+        heads = size * (projected + self.value_width) + 4.0 * self.heads
         if not step.flash:
             heads += (4.0 if step.native else 2.0 * size) * self.heads * step.seq_len
         return size * narrow + heads / layout.tensor

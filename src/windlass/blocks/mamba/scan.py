@@ -69,9 +69,9 @@ def chunked_scan(
     left = (weighted @ write).unflatten(3, (-1, dim))
     states = passed_states(left.float(), logs[..., -1], documents, chunk, incoming)
 
-    found = (read @ states[:, :-1].to(dtype).flatten(3, 4).transpose(-1, -2)).unflatten(-1, (-1, dim)).movedim(3, 4)
+    recalled = (read @ states[:, :-1].to(dtype).flatten(3, 4).transpose(-1, -2)).unflatten(-1, (-1, dim)).movedim(3, 4)
     kept = logs.exp() if entered is None else logs.exp() * entered
-    out = within.float() + found.float() * kept[..., None]
+    out = within.float() + recalled.float() * kept[..., None]
     return out.movedim(4, 2).flatten(3, 4).flatten(1, 2)[:, :time], states[:, chunks]
 
 

@@ -22,7 +22,7 @@ CLASSIC = {
     "gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bert": "gpt", "roberta": "gpt", "xlm-roberta": "gpt",
     "deberta-v2": "gpt", "bloom": "bloom", "mpt": "mpt",
 }  # fmt: skip
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Keys of config.json that name the attention kernel.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
 
@@ -120,7 +120,7 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
         if kind in ("gpt2", "opt", "bert", "roberta", "xlm-roberta")
         else 0,
     )
-    return replace(dense, experts=pick(*EXPERT_KEYS, default=0, least=0))
+    return replace(dense, experts=pick(*EXPERT_COUNT_KEYS, default=0, least=0))
 
 
 def classic_spec(
