@@ -2,7 +2,7 @@
 
 python -m benchmarks.faults                     all cases, written to benchmarks/results/faults.md and faults.json
 python -m benchmarks.faults --only killed       the cases whose names contain a word
-python -m benchmarks.faults --only random --kills 20 --merge
+python -m benchmarks.faults --only random --kills 20 --merge --works training-2 --seed 7
 python -m benchmarks.faults --list
 """
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -96,35 +96,48 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def kill_at_random(folder: Path, count: int, seed: int) -> list[Kill]:
-    """About `count` kills: a third each of training on 2 and on 3 processes, the others tokenising and a SLURM chain."""
-    has_slurm = shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is not None and not os.geteuid()
-    if not has_slurm:
-        print("no SLURM here, or not root: no chain is killed", file=sys.stderr)
+def slurm_kills(place: Path, runs: int, seed: int) -> Iterator[Kill]:
+    subprocess.run([str(SCRIPT), "up", "--fresh"], check=True, stdout=subprocess.DEVNULL)
+    try:
+        yield from random_kills.slurm_kills(place, runs, seed)
+    finally:
+        subprocess.run([str(SCRIPT), "down"], check=True, stdout=subprocess.DEVNULL)
 
-    def slurm(place: Path, runs: int, seed: int) -> list[Kill]:
-        subprocess.run([str(SCRIPT), "up", "--fresh"], check=True, stdout=subprocess.DEVNULL)
-        try:
-            return random_kills.slurm_kills(place, runs, seed)
-        finally:
-            subprocess.run([str(SCRIPT), "down"], check=True, stdout=subprocess.DEVNULL)
 
-    parts: list[tuple[str, float, int, Callable[[Path, int, int], list[Kill]]]] = [
-        ("training-2", 1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 2, runs, seed)),
-        ("training-3", 1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 3, runs, seed)),
-        ("tokenising", 1 / 6 if has_slurm else 1 / 3, 4, random_kills.tokenizing_kills),
-        *([("slurm", 1 / 6, 5, slurm)] if has_slurm else []),
-    ]
+# Name -> (share of the kills, kills of one run, what is killed).
+WORKS: dict[str, tuple[float, int, Callable[[Path, int, int], Iterator[Kill]]]] = {
+    "training-2": (1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 2, runs, seed)),
+    "training-3": (1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 3, runs, seed)),
+    "tokenising": (1 / 6, 4, random_kills.tokenizing_kills),
+    "slurm": (1 / 6, 5, slurm_kills),
+}
+
+
+def works_here() -> list[str]:
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is not None and not os.geteuid():
+        return list(WORKS)
+    print("no SLURM here, or not root: no chain is killed", file=sys.stderr)
+    return [name for name in WORKS if name != "slurm"]
+
+
+def kill_at_random(folder: Path, count: int, seed: int, works: Iterable[str]) -> list[Kill]:
+    """About `count` kills. Ctrl-C ends them early; those until then are kept."""
     kills: list[Kill] = []
-    for name, share, per_run, work in parts:
-        round_number, goal = 0, len(kills) + max(1, round(count * share))
-        while len(kills) < goal and round_number < 10:  # a kill that comes too late does not count: do more
-            place = folder / f"{name}-{round_number}"
-            place.mkdir()
-            kills += work(place, max(1, (goal - len(kills)) // per_run), seed + round_number)
-            round_number += 1
-            failed = [kill for kill in kills if not kill.good]
-            print(f"{name}: {len(kills)} kills so far, failed: {failed or 'none'}", file=sys.stderr, flush=True)
+    total = sum(WORKS[name][0] for name in works)
+    try:
+        for name in works:
+            share, per_run, work = WORKS[name]
+            round_number, goal = 0, len(kills) + max(1, round(count * share / total))
+            while len(kills) < goal and round_number < 10:  # a kill that comes too late does not count: do more
+                place = folder / f"{name}-{round_number}"
+                place.mkdir()
+                for kill in work(place, max(1, (goal - len(kills)) // per_run), seed + round_number):
+                    kills.append(kill)
+                    outcome = "good" if kill.good else f"FAILED: {kill}"
+                    print(f"{name}: kill {len(kills)}: {outcome}", file=sys.stderr, flush=True)
+                round_number += 1
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(kills)} kills", file=sys.stderr)
     return kills
 
 
@@ -132,8 +145,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases whose names contain this word")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--merge", action="store_true", help="with --only: replace these rows in the results")
+    parser.add_argument(
+        "--merge", action="store_true", help="with --only: replace these rows in the results, add the kills"
+    )
     parser.add_argument("--kills", type=int, default=300, help="number of random kills (case `random`)")
+    parser.add_argument(
+        "--works", nargs="*", choices=WORKS, help="what is killed at random; default: all that work here"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
@@ -160,13 +178,13 @@ def main() -> int:
                 flush=True,
             )
         if not given.only or given.only in RANDOM:
-            kills = kill_at_random(Path(folder), given.kills, given.seed)
+            kills = kill_at_random(Path(folder), given.kills, given.seed, given.works or works_here())
     if not given.only:
         write_results(rows, kills, given)
     elif given.merge:
         old = json.loads((given.out / "faults.json").read_text())
         kept = [Row(**r) for r in old["rows"] if r["fault"] not in {n.fault for n in rows}]
-        write_results([*kept, *rows], kills or [Kill(**k) for k in old.get("random_kills", [])], given)
+        write_results([*kept, *rows], [*(Kill(**k) for k in old.get("random_kills", [])), *kills], given)
     print("\n\n".join([*([table(rows)] if rows else []), *([random_kills.table(kills)] if kills else [])]))
     return 0 if all(r.ok for r in rows) and all(k.good for k in kills) else 1
 

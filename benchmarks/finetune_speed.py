@@ -146,7 +146,7 @@ def main() -> None:
             for side in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
                 subprocess.run(["rm", "-rf", f"{name}/run"], check=True)
                 argv = [sys.executable, __file__, *sys.argv[1:], "--only", side, "--folder", name]
-                printed = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+                printed = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout
                 speeds[side].append(float(json.loads(printed.splitlines()[-1])))
     best = {side: max(values) for side, values in speeds.items()}
     row = {

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,8 +269,8 @@ def training(lab: Lab, recipe: Recipe, world: int, marks: Path) -> Work:
     return Work(f"training on {world} processes", start, finished, tree, run)
 
 
-def training_kills(folder: Path, world: int, runs: int, seed: int = 0) -> list[Kill]:
-    lab, dice, kills = Lab(folder, seed), random.Random(seed), []
+def training_kills(folder: Path, world: int, runs: int, seed: int = 0) -> Iterator[Kill]:
+    lab, dice = Lab(folder, seed), random.Random(seed)
     tables: dict[str, Any] = {"data": {"batch_tokens": 64 * world}, "train": {"eval_tokens": 2000}}
     recipe = faults.recipe(lab.store, steps=100, every=5, **tables)
     reference, seconds = lab.reference(recipe, world), {}
@@ -289,12 +289,11 @@ def training_kills(folder: Path, world: int, runs: int, seed: int = 0) -> list[K
             problems = faults.differences(reference, work.run, recipe)
             for kill in own:
                 kill.identical = not problems
-            kills += own
-    return kills
+            yield from own
 
 
-def tokenizing_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
-    dice, kills, seconds = random.Random(seed), [], {}
+def tokenizing_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
+    dice, seconds = random.Random(seed), {}
     texts = [make_text(i, 200) for i in range(4000)]
     tokenizer = train_bpe(texts[:300], 600, folder / "tokenizer")
     source = folder / "text.jsonl"
@@ -327,13 +326,12 @@ def tokenizing_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
             identical = digest(folder / f"store-{number}") == digest(folder / "reference")
             for kill in own:
                 kill.identical = identical
-            kills += own
-    return kills
+            yield from own
 
 
-def slurm_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
+def slurm_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
     """Chains of six jobs on two nodes of the development cluster, which must be up."""
-    lab, dice, kills, seconds = Lab(folder / "lab", seed), random.Random(seed), [], {}
+    lab, dice, seconds = Lab(folder / "lab", seed), random.Random(seed), {}
     with tempfile.TemporaryDirectory(prefix="marks-") as short, login(SCRIPT, folder / "site") as site:
         path, shims = Path(short) / "marks", folder / "shims"
         marks = MarkReader(path)
@@ -375,8 +373,7 @@ def slurm_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
             problems = faults.differences(reference, run, recipe)
             for kill in own:
                 kill.identical = not problems
-            kills += own
-    return kills
+            yield from own
 
 
 def job_processes() -> list[tuple[str, psutil.Process]]:

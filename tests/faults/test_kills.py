@@ -17,8 +17,8 @@ def check(kills: list[Kill], least: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_survives_a_kill_in_every_phase(tmp_path: Path, world: int) -> None:
-    check(training_kills(tmp_path, world, runs=1, seed=world), 3)
+    check(list(training_kills(tmp_path, world, runs=1, seed=world)), 3)
 
 
 def test_tokenising_survives_a_kill_in_every_phase(tmp_path: Path) -> None:
-    check(tokenizing_kills(tmp_path, runs=1), 2)
+    check(list(tokenizing_kills(tmp_path, runs=1)), 2)
