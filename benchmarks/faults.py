@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from tests.faults import kills as random_kills
 from tests.faults.kills import Kill
@@ -121,7 +122,7 @@ def works_here() -> list[str]:
 
 
 def kill_at_random(folder: Path, count: int, seed: int, works: Iterable[str]) -> list[Kill]:
-    """About `count` kills. Ctrl-C ends them early; those until then are kept."""
+    """About `count` kills. Ctrl-C or SIGTERM ends them early; those until then are kept."""
     kills: list[Kill] = []
     total = sum(WORKS[name][0] for name in works)
     try:
@@ -138,6 +139,8 @@ def kill_at_random(folder: Path, count: int, seed: int, works: Iterable[str]) ->
                 round_number += 1
     except KeyboardInterrupt:
         print(f"interrupted after {len(kills)} kills", file=sys.stderr)
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
     return kills
 
 
@@ -155,6 +158,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = {n: c for n, c in CASES.items() if not given.only or given.only in n}
     if given.list:
         print("\n".join([*chosen, *([RANDOM] if not given.only or given.only in RANDOM else [])]))
@@ -179,17 +183,19 @@ def main() -> int:
             )
         if not given.only or given.only in RANDOM:
             kills = kill_at_random(Path(folder), given.kills, given.seed, given.works or works_here())
+    machines = [f"{len(kills)} kills: torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores"] if kills else []
     if not given.only:
-        write_results(rows, kills, given)
+        write_results(rows, kills, machines, given)
     elif given.merge:
         old = json.loads((given.out / "faults.json").read_text())
         kept = [Row(**r) for r in old["rows"] if r["fault"] not in {n.fault for n in rows}]
-        write_results([*kept, *rows], [*(Kill(**k) for k in old.get("random_kills", [])), *kills], given)
+        earlier = [Kill(**k) for k in old.get("random_kills", [])]
+        write_results([*kept, *rows], [*earlier, *kills], [*old.get("kills_on", []), *machines], given)
     print("\n\n".join([*([table(rows)] if rows else []), *([random_kills.table(kills)] if kills else [])]))
     return 0 if all(r.ok for r in rows) and all(k.good for k in kills) else 1
 
 
-def write_results(rows: list[Row], kills: list[Kill], given: argparse.Namespace) -> None:
+def write_results(rows: list[Row], kills: list[Kill], machines: list[str], given: argparse.Namespace) -> None:
     from windlass.runs.manifest import commit, cpu_name
 
     facts = {
@@ -197,14 +203,14 @@ def write_results(rows: list[Row], kills: list[Kill], given: argparse.Namespace)
         "python": platform.python_version(), "cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)),
         "kills": sum(r.times for r in rows if "SIGKILL" in r.fault) + len(kills),
     }  # fmt: skip
-    record = {**facts, "rows": [vars(r) for r in rows], "random_kills": [vars(kill) for kill in kills]}
+    record = {**facts, "rows": [vars(r) for r in rows], "kills_on": machines, "random_kills": [vars(k) for k in kills]}
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "faults.json").write_text(json.dumps(record, indent=2) + "\n")
+    (given.out / "faults.json").write_text(json.dumps(record) + "\n")
     words = "\n".join(f"- {k}: {v}" for k, v in facts.items())
     text = f"# Faults and recovery\n\n{words}\n\n{table(rows)}\n\nLosses are compared as hexadecimal floats, weights and moments bit by bit, "
     text += "sequences by their checksums, against the uninterrupted run at the same number of processes. Seconds to recover: median from the fault (or the end of the start that it ended) to the first step of the next start, on a shared machine.\n"
     if kills:
-        text += f"\n## Random kills\n\n{random_kills.table(kills)}\n\n"
+        text += f"\n## Random kills\n\n{'; '.join(machines)}.\n\n{random_kills.table(kills)}\n\n"
         text += "A phase is chosen, its mark awaited, and after a random part of it one process of the tree gets a SIGKILL: a rank, the supervisor, a tokenising worker, the batch shell, srun. "
         text += "Seconds to detection: from the kill to the record of the fault, or to the end of every process where nobody is left to write one. Named: the record has the rank, the signal and the node.\n"
     (given.out / "faults.md").write_text(text)

@@ -241,7 +241,7 @@ class ShelfSensor(Sensor):
 """,
     "demo_windlass/suite.py": """
 from windlass.evaluate.likelihood import likelihoods, token_pair
-from windlass.evaluate.scores import EvalScore
+from windlass.runs.scores import EvalScore
 
 class Phrases:
     kind = "phrase"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.train.helpers import build, steps
+from tests.train.tuning_files import save_encoder, tune_table, write_tsv
 
 from windlass.blocks.attention.kernels import (
     Scores,
@@ -18,9 +19,10 @@ from windlass.blocks.attention.kernels import (
 )
 from windlass.blocks.head.loss import _chunk_terms, chunk_terms
 from windlass.config import OptimConfig, Recipe
+from windlass.data.complete_tune import complete_tune
 from windlass.layout.types import IGNORED
-from windlass.train.capture import WARM_CALLS
-from windlass.train.optimizers.base import build_optimizer
+from windlass.train.capture import WARM_CALLS, Replayed
+from windlass.train.optimizers.base import Optimizer, build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -86,6 +88,24 @@ def test_a_captured_step_equals_the_launched_one_bit_by_bit(change: dict[str, An
         curve(train={"capture": capture, "compile": False, "attention": "math"}, **change) for capture in (False, True)
     ]
     assert losses[0] == losses[1]
+
+
+def test_replayed_updates_of_a_task_equal_the_launched_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of examples have many widths; only their updates are a graph."""
+    save_encoder(tmp_path / "model")
+    files = {
+        name: str(write_tsv(tmp_path / f"{name}.tsv", 64, seed)) for seed, name in enumerate(("train", "validation"))
+    }
+    table = tune_table(tmp_path, tune={**files, "dropout": 0.0}, train={"precision": "bf16"})
+    recipe = complete_tune(Recipe.model_validate(table))
+    curves = []
+    for replays in (True, False):
+        if not replays:
+            monkeypatch.setattr(Optimizer, "replay_updates", lambda self, **options: None)
+        training = build(recipe)
+        assert isinstance(training.optimizer.updates, Replayed) is replays
+        curves.append(steps(training, WARM_CALLS + 6))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)  # atomic sums of an embedding's gradient are not in order
 
 
 def test_a_replayed_pass_strays_no_further_than_a_repeated_one() -> None:

@@ -74,7 +74,11 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
 
 @pytest.mark.parametrize(
     ("family", "recompute"),
-    [("llama", "none"), ("retnet", "none"), ("mixtral", "none"), ("mixtral", "full"), ("nemotron_h", "none")],
+    [
+        ("llama", "none"),
+        ("mixtral", "full"),
+        *(pytest.param(family, "none", marks=pytest.mark.slow) for family in ("retnet", "mixtral", "nemotron_h")),
+    ],
 )
 def test_compiled_blocks_compute_the_same(front_end: None, family: str, recompute: str) -> None:
     eager, _ = three_steps(recipe(family))

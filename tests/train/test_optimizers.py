@@ -16,6 +16,8 @@ from windlass.train.optimizers.muon import exchange
 from windlass.train.optimizers.muon import update as muon
 from windlass.train.optimizers.spec import is_matrix
 
+COMPILED = (("adamw", "fp32"), ("muon", "bf16"))
+
 
 def tiny() -> nn.Module:
     torch.manual_seed(0)
@@ -267,8 +269,15 @@ def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkey
     assert len(seen[0][0].unique()) > 1, "nothing was rounded at random"
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "ademamix", "lion", "muon", "sgd"])
+# One of each kind of moments; the others compile for a minute.
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        pytest.param(name, moments, marks=() if (name, moments) in COMPILED else pytest.mark.slow)
+        for name in ("adamw", "ademamix", "lion", "muon", "sgd")
+        for moments in ("fp32", "bf16")
+    ],
+)
 def test_the_update_can_be_compiled_for_tensors_of_any_size(
     name: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

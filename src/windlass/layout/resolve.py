@@ -99,13 +99,14 @@ def resolve_step(
     masked = masks_documents(recipe, model)
     grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks)
     tokens = layout.micro_batch * data.seq_len // layout.context
+    # DeepSpeed's hooks break the graphs. Batches of examples have many widths: compiling them took longer than it saved.
+    compiles = gpu and train.engine != "deepspeed" and not (recipe.tune is not None and recipe.tune.reads_examples)
     loss = "plain" if model.foreign else choose_loss(train.loss, model.embedding.rows, tokens, layout.tensor)[0]
     return StepSpec(
         seq_len=data.seq_len,
         precision=train.precision,
         engine="deepspeed" if train.engine == "deepspeed" else "torch" if model.foreign else "native",
-        # DeepSpeed's hooks break the graphs.
-        compile=gpu and train.engine != "deepspeed" if train.compile is None else train.compile,
+        compile=compiles if train.compile is None else train.compile,
         attention=train.attention,
         loss=loss,
         loss_chunk=train.loss_chunk,

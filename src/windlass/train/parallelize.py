@@ -93,7 +93,7 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             parts.notes.append(apply_float8(module, world.device, recipe.train))
         set_recompute(module, step, parts.notes)
         if step.compile:
-            compile_layers(module, step, world, parts.notes, asked=recipe.train.compile is not None)
+            compile_layers(module, recipe, step, world, parts.notes)
         # Shard last, so that FSDP's hooks stay outside the compiled layers and cause no graph breaks.
         if not single:
             shard_parameters(module, step, world, parts.notes)
@@ -173,7 +173,7 @@ def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> Non
     module.set_recompute(step.recompute if step.recompute in ("full", "selective") else "none")
 
 
-def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
+def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World, notes: list[str]) -> None:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
@@ -186,20 +186,22 @@ def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: li
     # A graph for each kind of layer and for the first one, in training and in evaluation with and without documents.
     kinds = len({layer.spec for layer in module.typed_layers()}) + 1
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * kinds)
+    # Dynamic shapes cost speed. A layer sees one shape in training and one in evaluation, but batches of examples are as
+    # wide as their longest text. The rows that experts exchange are of any number; the exchange itself cuts the graph.
+    dynamic = recipe.tune is not None and recipe.tune.reads_examples
     for layer in module.layer_modules():
-        # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in
-        # evaluation. Only the rows that experts exchange are of any number; the exchange itself cuts the graph.
         parts = [layer]
         if exchanges and step.recompute == "full" and isinstance(layer, Layer):
             # A graph that is computed again cannot be cut; its blocks can.
             parts = [*layer.pre_norms(), *layer.post_norms(), *layer.blocks()]
         for part in parts:
-            part.compile(fullgraph=isinstance(layer, Layer) and not exchanges, dynamic=False)
+            part.compile(fullgraph=isinstance(layer, Layer) and not exchanges, dynamic=dynamic)
         if isinstance(layer, Layer):  # with recomputation it would have to keep two tensors instead of one
             layer.carries = step.recompute == "none"
     if module.norm is not None and world.layout.tensor == 1:
-        module.norm.compile(fullgraph=True, dynamic=False)
-    notes.append("compile: each layer (train.compile)" if asked else "compile: each layer (running on a GPU)")
+        module.norm.compile(fullgraph=True, dynamic=dynamic)
+    reason = "running on a GPU" if recipe.train.compile is None else "train.compile"
+    notes.append(f"compile: each layer ({reason})")
     if exchanges and step.recompute == "selective":
         notes.append("compile: not the layers with experts (layout.expert with selective recomputation)")
 

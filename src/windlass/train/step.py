@@ -103,7 +103,10 @@ class Stepper:
             )
             if reason is None:
                 self.replayed = Replayed(self._passes_and_gradients)
-                optimizer.updates = optimizer.updates if optimizer.rounds else Replayed(optimizer.updates)
+                optimizer.replay_updates(keep_gradients=False)
+        elif recipe.tune is not None and recipe.tune.reads_examples and world.size == 1:
+            # Passes over a few short texts end before the host has launched the updates of two hundred tensors.
+            optimizer.replay_updates(keep_gradients=True)
 
     def step(
         self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float, *, measure: bool = False

@@ -19,6 +19,7 @@ from windlass.blocks.initial_values import generator_of, local_tensor
 from windlass.config import OptimConfig
 from windlass.models.decoder import DecoderModel
 from windlass.registry import OPTIMIZERS, import_target
+from windlass.train.capture import Replayed
 from windlass.train.optimizers.spec import OptimizerSpec
 
 Tensors = list[Tensor]
@@ -98,6 +99,7 @@ class Optimizer:
         self.calls = 0
         # Replaced where a step is captured.
         self.updates: Callable[..., None] = self.update_slots
+        self.keep_gradients = False
 
     # -- written by each optimizer -----------------------------------------------------------------------------------
 
@@ -134,10 +136,19 @@ class Optimizer:
             slot.main_grad = torch.zeros_like(slot.parameter, dtype=torch.float32, requires_grad=False)
             slot.parameter.register_post_accumulate_grad_hook(slot.add_gradient)
 
+    def replay_updates(self, *, keep_gradients: bool) -> None:
+        """Updates as one CUDA graph from the third step on. Gradients must stay where they are: in the graph of the
+        passes, or kept and set to zero."""
+        if not self.rounds and self.count.is_cuda:
+            self.updates, self.keep_gradients = Replayed(self.updates), keep_gradients
+
     def zero_grad(self) -> None:
-        for slot in self.slots:
-            slot.parameter.grad = None
         sums = [local_tensor(slot.main_grad) for slot in self.slots if slot.main_grad is not None]
+        if self.keep_gradients:
+            sums += [local_tensor(grad) for slot in self.slots if (grad := slot.parameter.grad) is not None]
+        else:
+            for slot in self.slots:
+                slot.parameter.grad = None
         if sums:
             torch._foreach_zero_(sums)
 

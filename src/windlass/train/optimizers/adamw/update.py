@@ -1,6 +1,5 @@
 """AdamW with decoupled weight decay; the same arithmetic as torch.optim.AdamW."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -35,13 +34,13 @@ class AdamW(Optimizer):
         self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors], decay: list[float], lr: float
     ) -> None:
         beta1, beta2, eps = self.constants()
-        first, second = moments
-        count = float(self.count)
-        torch._foreach_mul_(weights, [1.0 - lr * factor for factor in decay])
-        torch._foreach_lerp_(first, gradients, 1.0 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1.0 - beta2)
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, math.sqrt(1.0 - beta2**count))
-        torch._foreach_add_(denominator, eps)
-        torch._foreach_addcdiv_(weights, first, denominator, -lr / (1.0 - beta1**count))
+        for factor in set(decay):
+            chosen = [index for index, own in enumerate(decay) if own == factor]
+            own_weights, grads, first, second = (
+                [values[index] for index in chosen] for values in (weights, gradients, *moments)
+            )
+            # One pass over memory instead of nine. Only AMSGrad keeps maxima.
+            torch._fused_adamw_(
+                own_weights, grads, first, second, [], [self.count] * len(chosen), lr=lr, beta1=beta1, beta2=beta2,
+                weight_decay=factor, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
