@@ -72,8 +72,8 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
 
 
 def find_best(run: Run) -> SavedCheckpoint | None:
-    """The checkpoint with the best metric, the latest of equal ones; None: none has a metric. Rank 0 decides: it may have
-    removed some that the others still see."""
+    """The checkpoint with the best metric, the latest of equal ones; None: none has a metric. Rank 0 decides: it may
+    have removed some that the others still see."""
 
     def choose() -> SavedCheckpoint | None:
         kept = [saved for saved in files.list_saved(run) if saved.metric is not None]

@@ -177,7 +177,8 @@ def write_weights(
 
 
 def task_keys(recipe: Recipe) -> dict[str, Any]:
-    """Keys of config.json for a model with a task's head: the class that transformers loads, the names of its outputs."""
+    """Keys of config.json for a model with a task's head: the class that transformers loads, the names of its
+    outputs."""
     with torch.device("meta"):
         model = tuned_model(recipe)
     if model is None or recipe.tune is None:

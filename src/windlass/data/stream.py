@@ -246,8 +246,8 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
     iterator ends it. With `documents` each item is a pair (tokens, document ids); of a stream in which not every token
-    counts it is (tokens, document ids or None, ignored targets). With `pin` the arrays lie in page-locked memory, so that
-    copies to the device can overlap; without a GPU it changes nothing.
+    counts it is (tokens, document ids or None, ignored targets). With `pin` the arrays lie in page-locked memory, so
+    that copies to the device can overlap; without a GPU it changes nothing.
     """
 
     def __init__(

@@ -61,7 +61,8 @@ def tune_recipe(
     seed: int,
     step: int | None,
 ) -> Recipe:
-    """The recipe of one seed for the task `name`: any local Hugging Face folder through transformers, or a run of ours."""
+    """The recipe of one seed for the task `name`: any local Hugging Face folder through transformers, or a run of
+    ours."""
     if is_hf_folder(model):
         table: dict[str, Any] = {"family": "hf", "config": str(model)}
         weights, tokenizer = model, None

@@ -51,8 +51,8 @@ def open_model(
 ) -> OpenModel:
     """The newest checkpoint of a run (or that of `step`), or a Hugging Face folder.
 
-    Without `device`: a GPU where there is one. Without `dtype`: bf16 on a GPU unless the run computed in fp32, and fp32 on a CPU.
-    Without `weights` the model is None: another engine loads it.
+    Without `device`: a GPU where there is one. Without `dtype`: bf16 on a GPU unless the run computed in fp32, and fp32
+    on a CPU. Without `weights` the model is None: another engine loads it.
     """
     source = find_source(path, step)
     try:

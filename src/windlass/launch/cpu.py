@@ -36,7 +36,8 @@ class CpuWork:
 
 
 def choose_cpu_queue(cluster: Cluster, slurm: SlurmLimits, work: CpuWork | None) -> tuple[Partition | None, float, str]:
-    """Partition, wall time and reason: the file's CPU partition where its limits hold the work, else the first other one.
+    """Partition, wall time and reason: the file's CPU partition where its limits hold the work, else the first other
+    one.
 
     Where none does, the one with the longest limit: this work goes on where it stopped when it is submitted again."""
     name, rows = slurm.cpu_partition or slurm.partition, slurm.partitions

@@ -1,7 +1,7 @@
 """Any causal language model of transformers, built from a local config and trained under its own parameter names.
 
-It can be sharded (none, zero1, zero2, full, hybrid, hybrid_zero2), compiled and recomputed. It is not divided by tensor, pipeline
-or context parallelism; `layout.rules` refuses those degrees."""
+It can be sharded (none, zero1, zero2, full, hybrid, hybrid_zero2), compiled and recomputed. It is not divided by
+tensor, pipeline or context parallelism; `layout.rules` refuses those degrees."""
 
 from __future__ import annotations
 

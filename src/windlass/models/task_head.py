@@ -80,8 +80,8 @@ class HFTaskModel(HFModel):
 
 
 def tuned_model(recipe: Recipe) -> HFTaskModel | None:
-    """The transformers model with the head for which a run was tuned; None for a model that predicts next tokens. A head
-    that no class of transformers has is refused."""
+    """The transformers model with the head for which a run was tuned; None for a model that predicts next tokens. A
+    head that no class of transformers has is refused."""
     tune = recipe.tune
     if tune is None or tune.task in ("chat", "prefer"):
         return None

@@ -290,7 +290,8 @@ Kind = IntEnum(
     start=0,
 )
 DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
-# The categories that the plugin knew, from PyTorch 1.8 to its removal, and Python frames; their spelling varies in case.
+# The categories that the plugin knew, from PyTorch 1.8 to its removal, and Python frames; their spelling varies in
+# case.
 CATEGORY_KINDS: dict[str, Kind] = {
     "cpu_op": Kind.OPERATOR, "operator": Kind.OPERATOR, "python": Kind.PYTHON,
     "user_annotation": Kind.ANNOTATION, "gpu_user_annotation": Kind.GPU_ANNOTATION,

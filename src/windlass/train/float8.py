@@ -2,7 +2,8 @@
 
 The largest magnitude of a tensor (or of each row) maps to FP8's largest number, so there is no history to tune or to
 save. Inputs, weights and gradients are e4m3; sums are in fp32 inside the product. The head, the embedding, the norms,
-routers and routed experts stay in bf16. Under tensor parallelism each rank casts its own part of a weight, with a scale of its own.
+routers and routed experts stay in bf16. Under tensor parallelism each rank casts its own part of a weight, with a scale
+of its own.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Goldfish loss (Hans et al., arXiv 2406.10209): some tokens never count in the loss, so that text is not learned by heart.
+"""Goldfish loss (Hans et al., arXiv 2406.10209): some tokens never count in the loss, so that text is not learned by
+heart.
 
 Whether a token counts follows from the tokens before it alone: the same passage leaves out the same tokens wherever and
 in whatever layout it is read. The rule is the paper's; the hash is our own, so that masks differ from other engines'.

@@ -1,7 +1,7 @@
 """What each layer does in a step: norms of gradient, weights and update, scale of its output, largest attention logit.
 
-Everything is summed where it lies and brought together by one sum and one maximum over the ranks; nothing here waits for
-the device.
+Everything is summed where it lies and brought together by one sum and one maximum over the ranks; nothing here waits
+for the device.
 """
 
 import math

@@ -186,8 +186,9 @@ def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: 
     # A graph for each kind of layer and for the first one, in training and in evaluation with and without documents.
     kinds = len({layer.spec for layer in module.typed_layers()}) + 1
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * kinds)
-    # Dynamic shapes cost speed. A layer sees one shape in training and one in evaluation, but batches of examples are as
-    # wide as their longest text. The rows that experts exchange are of any number; the exchange itself cuts the graph.
+    # Dynamic shapes cost speed. A layer sees one shape in training and one in evaluation, but batches of examples are
+    # as wide as their longest text. The rows that experts exchange are of any number; the exchange itself cuts the
+    # graph.
     dynamic = recipe.tune is not None and recipe.tune.reads_examples
     for layer in module.layer_modules():
         parts = [layer]

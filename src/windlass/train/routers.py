@@ -52,8 +52,8 @@ class Routers:
     @torch.no_grad()
     def finish(self, sums: Tensor, is_good: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Move the biases by the sums of all ranks. Returns, over all layers: the highest load of an expert relative to
-        the mean, the mean entropy of the routers in nats, and the sum of the auxiliary losses; and the loads themselves,
-        in rows of each expert (layers, experts)."""
+        the mean, the mean entropy of the routers in nats, and the sum of the auxiliary losses; and the loads
+        themselves, in rows of each expert (layers, experts)."""
         if self.spec is None:
             return (), None
         sums = sums.view(self.shape)

@@ -81,7 +81,8 @@ def sum_of_rows(rows: Tensor, place: Tensor, top_k: int) -> Tensor:
 
 
 class SortedRows(torch.autograd.Function):
-    """One row per token and expert, sorted by expert: row i is of token order[i] // top_k, and place is order's inverse.
+    """One row per token and expert, sorted by expert: row i is of token order[i] // top_k, and place is order's
+    inverse.
 
     The backward pass reads and adds; torch's own would scatter, which is slow and not repeatable."""
 

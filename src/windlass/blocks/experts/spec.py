@@ -7,7 +7,8 @@ from windlass.config.model import GATED
 from windlass.layout.types import Layout, StepSpec
 
 # Rows of the fullest expert-parallel rank relative to the mean, over all layers, where routing is not forced to be
-# even. Assumed: layers, and the experts of a rank, even out among themselves. Each layer alone is less even (`Constants.imbalance`).
+# even. Assumed: layers, and the experts of a rank, even out among themselves. Each layer alone is less even
+# (`Constants.imbalance`).
 RANK_IMBALANCE = 1.1
 
 

@@ -1,7 +1,7 @@
 """The state-space recurrence of Mamba-2 by matrix products in chunks (its dual form); memory grows linearly with time.
 
-Each head has a state (head_dim x state). At each position it decays by exp(step * decay), takes in step * value x B, and
-is read by C. Inside a chunk that is a causal product like attention's; between chunks only states pass.
+Each head has a state (head_dim x state). At each position it decays by exp(step * decay), takes in step * value x B,
+and is read by C. Inside a chunk that is a causal product like attention's; between chunks only states pass.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def chunked_scan(
     """Outputs (batch, time, heads, head_dim) in fp32, and the state after the last position (batch, groups, heads of a
     group, head_dim, state) in fp32.
 
-    `values` is (batch, time, heads, head_dim); `steps` (batch, time, heads) and `decay` (heads) are in fp32; `write` (B)
-    and `read` (C) are (batch, time, groups, state). `documents` (batch, 1 + time) begins with the document of the
+    `values` is (batch, time, heads, head_dim); `steps` (batch, time, heads) and `decay` (heads) are in fp32; `write`
+    (B) and `read` (C) are (batch, time, groups, state). `documents` (batch, 1 + time) begins with the document of the
     position before the first; a state does not pass from one document to another.
     """
     time, dim = values.shape[1], values.shape[3]

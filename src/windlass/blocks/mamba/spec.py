@@ -78,8 +78,8 @@ class MambaSpec(BlockSpec):
 
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
         """What lies between the products, while the backward pass has it again: channels after the convolution,
-        outputs, scores, and the states that chunks leave and find; eager code keeps fp32 copies of most of them. Then gradients
-        of scores, in fp32 where they meet the decays. Tensors counted on a CPU, not measured on a GPU."""
+        outputs, scores, and the states that chunks leave and find; eager code keeps fp32 copies of most of them. Then
+        gradients of scores, in fp32 where they meet the decays. Tensors counted on a CPU, not measured on a GPU."""
         size, span = float(step.bytes_per_value), self.span(step.seq_len)
         states = self.inner * self.state / span
         if step.compile:

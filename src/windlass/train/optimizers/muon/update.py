@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024) for the matrices of layers, AdamW for everything else.
 
 The mean of the gradients is orthogonalised by Newton-Schulz iterations, all matrices of one shape in one chain of
-batched products. The update is scaled by 0.2 sqrt(max(rows, columns)), which gives it the RMS of an AdamW update (Liu et
-al., arXiv 2502.16982), so that AdamW's learning rate and weight decay can be kept. torch.optim.Muon, which the tests
+batched products. The update is scaled by 0.2 sqrt(max(rows, columns)), which gives it the RMS of an AdamW update (Liu
+et al., arXiv 2502.16982), so that AdamW's learning rate and weight decay can be kept. torch.optim.Muon, which the tests
 compare with, takes one undivided matrix at a time.
 """
 
