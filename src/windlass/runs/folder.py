@@ -196,25 +196,9 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     the layout: the recipe or the planner.
     """
     run = Run(Path(path))
-    old = read_json(run.config_file)
-    changes: list[Event] = []
-    files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
-    has_traces = any(file.exists() for file in files)
-    if old is not None and not has_traces and holder(run.lock_file) is None:
-        # Its start was refused, and the user tries again with a corrected recipe.
+    changes = check_run_folder(run, loaded.recipe)
+    if not has_begun(run):
         run.plan_file.unlink(missing_ok=True)
-    elif old is not None:
-        changes = accepted_changes(run, run.recipe(), loaded.recipe)
-    elif run.config_file.is_file():
-        changes = [_replaced_config(run, loaded.recipe)]
-    elif run.path.is_dir():
-        other = [p.name for p in run.path.iterdir() if p.name not in _LEFTOVERS and not p.name.startswith(".")]
-        if other:
-            raise RunError(
-                "runs.folder-not-empty",
-                f"{run.path} is not a run folder and holds other files ({', '.join(sorted(other)[:3])})",
-                hint="choose an empty or new folder with --run",
-            )
     try:
         for folder in (run.path, run.ranks, run.checkpoints, run.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -231,6 +215,32 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     for event in changes:
         run.record(event)
     return run
+
+
+def has_begun(run: Run) -> bool:
+    """Whether a start or a job of this run has left anything; a folder without is that of a start that was refused."""
+    files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
+    return any(file.exists() for file in files) or holder(run.lock_file) is not None
+
+
+def check_run_folder(run: Run, recipe: Recipe) -> list[Event]:
+    """The changes that a start with this recipe would record; RunError where it may not use the folder. Writes
+    nothing."""
+    if read_json(run.config_file) is not None:
+        return accepted_changes(run, run.recipe(), recipe) if has_begun(run) else []
+    if run.config_file.is_file():
+        return [_replaced_config(run, recipe)]
+    other = [p.name for p in run.path.iterdir()] if run.path.is_dir() else []
+    other = sorted(name for name in other if name not in _LEFTOVERS and not name.startswith("."))
+    if other or (run.path.exists() and not run.path.is_dir()):
+        raise RunError(
+            "runs.folder-not-empty",
+            f"{run.path} is not a run folder and holds other files ({', '.join(other[:3])})"
+            if other
+            else f"{run.path} is a file, not a folder",
+            hint="choose an empty or new folder with --run",
+        )
+    return []
 
 
 def _replaced_config(run: Run, recipe: Recipe) -> Event:
