@@ -2,10 +2,10 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.planner.conftest import RECIPES
 from windlass.clusters import cluster_names, load_cluster
 from windlass.config import load_recipe
 from windlass.errors import WindlassError
@@ -18,6 +18,7 @@ from windlass.planner.record import plans_json
 from windlass.planner.search import EQUAL, RANKED_BY, TIE, TIGHT, TIGHT_PENALTY
 from windlass.report.dash.planner import ask, question
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 # Every kind of device, layouts of the recipe, and one whose second and third are faster than the first (Viking 33B).
 NAMES = (
     "viking_33b_lumi", "gptnl_8b_snellius", "llama32_1b_snellius", "italia_9b_leonardo",

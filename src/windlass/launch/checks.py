@@ -511,7 +511,9 @@ def check_budget(
         "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
     )
     if needed_node_hours is not None and needed_node_hours > left:
-        need = f"the whole run is expected to need {needed_node_hours:,.0f} node-hours until it is finished, {available}"
+        need = (
+            f"the whole run is expected to need {needed_node_hours:,.0f} node-hours until it is finished, {available}"
+        )
         return [
             Finding("budget", "refuse", need, "train on fewer tokens or a smaller model (`windlass budget`)", advice[1])
         ]

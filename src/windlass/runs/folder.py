@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from windlass.files import (
     write_atomic,
     write_json,
 )
-from windlass.runs.events import Event, LayoutChanged, RecipeChanged, parse_event
+from windlass.runs.events import Event, LayoutChanged, ProcessStart, RecipeChanged, parse_event
 from windlass.runs.faults import FaultRecord, parse_fault
 from windlass.runs.lock import holder
 from windlass.runs.metrics import MetricsLine
@@ -159,14 +161,16 @@ def open_run(path: Path | str) -> Run:
     for candidate in (wanted, Path("runs") / wanted):
         if (candidate / "config.json").is_file():
             return Run(candidate)
-    names = [p.parent.name for p in Path("runs").glob("*/config.json")]
-    near = get_close_matches(wanted.name, names, n=3, cutoff=0.3) or sorted(names)[:5]
+    names = sorted(p.parent.name for p in Path("runs").glob("*/config.json"))
+    near = get_close_matches(wanted.name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint += f"`ls runs` lists all {len(names)} run{'s' if len(names) > 1 else ''}, `windlass dash` shows them"
     raise RunError(
         "runs.not-a-run-folder",
         f"{wanted} " + ("is not a run folder (no config.json)" if wanted.exists() else "does not exist"),
-        hint=f"runs here: {', '.join(near)}"
-        if near
-        else "`windlass train RECIPE` makes one, by default in runs/<name>",
+        hint=hint
+        if names
+        else f"there is no run in {Path('runs').resolve()}; `windlass train RECIPE` makes one, by default in runs/<name>",
     )
 
 
@@ -221,6 +225,24 @@ def has_begun(run: Run) -> bool:
     """Whether a start or a job of this run has left anything; a folder without is that of a start that was refused."""
     files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
     return any(file.exists() for file in files) or holder(run.lock_file) is not None
+
+
+def discard_unstarted(run: Run) -> None:
+    """Remove what a start has written that failed before its first event, so that no list shows a run that never was.
+    Other files of the folder stay."""
+    if not run.path.is_dir() or any(run.events(ProcessStart)) or run.metrics_file.exists() or run.jobs_file.exists():
+        return
+    if any(run.checkpoints.glob("*")) or holder(run.lock_file) is not None:
+        return
+    names = (run.config_file, run.events_file, run.store_file, run.manifest_file, run.energy_file)
+    for name in (_LEFTOVERS - {"data"}) | {path.name for path in names}:
+        path = run.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds other files, or was never made
+        run.path.rmdir()
 
 
 def check_run_folder(run: Run, recipe: Recipe) -> list[Event]:
