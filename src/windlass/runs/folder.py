@@ -201,8 +201,6 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     """
     run = Run(Path(path))
     changes = check_run_folder(run, loaded.recipe)
-    if not has_begun(run):
-        run.plan_file.unlink(missing_ok=True)
     try:
         for folder in (run.path, run.ranks, run.checkpoints, run.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -212,6 +210,8 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
             f"the run folder {run.path} cannot be made: {error.strerror}",
             hint="choose a folder you may write to with --run",
         ) from None
+    if not has_begun(run):
+        run.plan_file.unlink(missing_ok=True)
     write_atomic(run.recipe_file, loaded.text)
     phase = {"name": "main", "steps": loaded.recipe.train.steps, "tokens": loaded.recipe.data.tokens}
     resolved = {"layout_from": layout_from, "phases": [phase]}
