@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.launch import launch
+from windlass.cli.launch import launch, submit_any
 from windlass.config import load_recipe
 from windlass.errors import ConfigError
 from windlass.launch.checks import refusals
@@ -111,3 +111,55 @@ def test_unknown_cluster_and_unnamed_sbatch_option():
     with pytest.raises(ConfigError) as caught:
         launch(ITALIA, sbatch=["=x"], dry_run=True)
     assert caught.value.code == "launch.sbatch-option"
+
+
+def test_the_wall_time_fits_the_expected_time(tmp_path):
+    # 450B tokens of a 1B model take 5.1 days on 4 nodes, so this part of them takes about 19 hours.
+    path = FOLDER / "gptnl_1b_snellius.toml"
+
+    def seconds(*overrides):
+        prepared = prepare(load_recipe(path, list(overrides)), run_dir=tmp_path / "run", dry_run=True)
+        return prepared.job.seconds, prepared
+
+    asked, prepared = seconds("data.tokens=69B")
+    assert prepared.plan.run_seconds == pytest.approx(19 * 3600, rel=0.02) and asked == 24 * 3600
+    assert prepared.cost.expected_links == 1 and "#SBATCH --time=1-00:00:00" in prepared.script
+    assert seconds("data.tokens=1B")[0] == 3600
+    assert seconds("data.tokens=10T")[0] == 5 * 86_400  # the limit of the partition
+    assert seconds("data.tokens=69B", "launch.time=2d")[0] == 2 * 86_400
+    asked, prepared = seconds("data.tokens=69B", "launch.chain=4")  # a quarter of the run each
+    assert asked == 7 * 3600 and prepared.cost.expected_links <= 4
+
+
+def test_cost_of_one_job_and_of_the_whole_run_are_apart(tmp_path, capsys):
+    path = FOLDER / "gptnl_8b_snellius.toml"
+    prepared = prepare(load_recipe(path, ["launch.chain=2"]), run_dir=tmp_path / "run", dry_run=True)
+    cost, hours = prepared.cost, prepared.job.seconds / 3600
+    assert cost.job_node_hours == 20 * hours and cost.node_hours == 2 * cost.job_node_hours
+    assert cost.expected_node_hours == pytest.approx(20 * prepared.plan.run_seconds / 3600)
+    assert cost.node_hours > cost.expected_node_hours > cost.job_node_hours
+    assert cost.job_units == cost.job_node_hours * 768 and cost.expected_units == cost.expected_node_hours * 768
+    launch(path, chain="2", dry_run=True)
+    text = capsys.readouterr().out
+    for label, amount in (("one job", cost.job_node_hours), ("2 jobs", cost.node_hours)):
+        assert f"cost of {label}" in text and f"at most {amount:,.1f} node-hours" in text
+    assert f"{cost.expected_node_hours:,.1f} node-hours" in text
+
+
+def test_one_job_of_several_is_noted_and_the_budget_is_that_of_the_whole_run(tmp_path):
+    path = FOLDER / "gptnl_8b_snellius.toml"  # 3,198 node-hours; one job may use 2,400
+    findings = prepare(load_recipe(path), run_dir=tmp_path / "run", dry_run=True).findings
+    (chain,) = (f for f in findings if f.rule == "chain")
+    assert chain.level == "note" and "--chain 2" in chain.hint
+    for budget, fits in ((3000, False), (3300, True)):
+        loaded = load_recipe(path, [f"launch.budget_node_hours={budget}"])
+        refused = refusals(prepare(loaded, run_dir=tmp_path / "run", dry_run=True).findings)
+        assert [f.rule for f in refused] == ([] if fits else ["budget"])
+        assert fits or ("3,198" in refused[0].message and "3,000.0" in refused[0].message)
+
+
+def test_submit_shows_the_script_of_a_command(capsys):
+    submit_any(["eval", "runs/x"], cluster="lumi-g", account="project_1", dry_run=True)
+    script = capsys.readouterr().out.partition("Dry run OK")[0]
+    assert "exec windlass eval runs/x" in script and "#SBATCH --account=project_1" in script
+    assert_bash_reads(script)

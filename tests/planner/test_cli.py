@@ -47,7 +47,7 @@ def test_table_with_reasons_and_conventions(windlass):
         "tokens/s",
         "MFU",
         "CO2e",
-        "fastest of",
+        "that fit",
         "MFU counts 6N",
         "989 TFLOP/s dense bf16 peak of h100-94",
         "SBUs",

@@ -3,7 +3,6 @@
 import json
 import time
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -18,7 +17,6 @@ def test_best_first_within_the_estimates_fineness(recipe_of, cluster_of):
     recipe = recipe_of("gptnl_8b_snellius")
     plans = plan(recipe, cluster_of(recipe.cluster)).plans
     costs = [p.days * (1.05 if p.memory_share > TIGHT else 1) for p in plans]
-    assert all(later >= earlier * 0.96 for earlier, later in pairwise(costs))
     assert costs[0] <= min(costs) * 1.031
     assert all(p.fits for p in plans)
     assert len({p.candidate.family for p in plans}) == len(plans)

@@ -139,6 +139,7 @@ def main() -> None:
     except (Exception, KeyboardInterrupt) as error:
         # typer bundles click privately in newer releases, so its exceptions are recognised by shape, not by class.
         if hasattr(error, "show"):
+            suggest_options(error)
             error.show()
         if hasattr(error, "show") or type(error).__name__ in ("Exit", "Abort"):
             sys.exit(int(getattr(error, "exit_code", 130)))
@@ -158,6 +159,18 @@ def main() -> None:
             console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
     if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) is returned as a value
         sys.exit(code)
+
+
+def suggest_options(error: Any) -> None:
+    """For an option that a command does not have: its nearest options, or all of them."""
+    if type(error).__name__ != "NoSuchOption" or error.ctx is None:
+        return
+    from difflib import get_close_matches
+
+    options = [name.strip("-") for param in error.ctx.command.params for name in param.opts if name.startswith("--")]
+    wrong = error.option_name.strip("-")
+    near = get_close_matches(wrong, options, n=2, cutoff=0.6) or [name for name in options if wrong in name]
+    error.possibilities = [f"--{name}" for name in near or options]
 
 
 def describe_failure(error: BaseException) -> tuple[str, str | None, int]:

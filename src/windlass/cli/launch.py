@@ -22,7 +22,7 @@ from windlass.cli.options import (
     ScratchOption,
 )
 from windlass.cli.output import bar, console, print_json, show, table, text_of
-from windlass.errors import ConfigError, RunError
+from windlass.errors import ConfigError, RunError, WindlassError
 from windlass.units import print_bytes, print_joules, print_seconds
 
 if TYPE_CHECKING:
@@ -104,11 +104,20 @@ def launch(
     if dry_run:
         scripts = {} if pretokenize is None else arrays.tokenize_scripts(pretokenize, array, **place)
         stage = {} if prepared.stage is None else {"stage": render(prepared.stage, prepared.cluster)}
+        refusal = None
+        try:
+            submit.refuse_launch(prepared, submit.dry_run_executor(prepared), after=after, force=force)
+        except WindlassError as error:
+            refusal = error
         if as_json:
-            print_json({**_prepared_json(prepared), **({"pretokenize": scripts} if scripts else {}), **stage})
+            document = {**_prepared_json(prepared), **({"pretokenize": scripts} if scripts else {}), **stage}
+            print_json({**document, "would_submit": refusal is None, "refused_by": refusal and refusal.code})
         else:
-            scripts |= stage
-            _print_dry_run(prepared, scripts)
+            _print_scripts(prepared, scripts | stage)
+            verdict = "Dry run OK: this job would be submitted. Nothing was written or submitted."
+            show(False, None, _plan_table(prepared), _findings_table(prepared), None if refusal else verdict)
+        if refusal is not None:
+            raise refusal
         return
     if from_scratch:
         restart_from_scratch(Run(folder))
@@ -122,6 +131,7 @@ def launch(
     show(
         as_json,
         {**_prepared_json(prepared), "jobs": ids},
+        _plan_table(prepared),
         _findings_table(prepared),
         f"submitted: {', '.join(ids)} ({len(ids)} job{'s' if len(ids) > 1 else ''}), run folder {folder}",
         f"next: windlass jobs {folder}   windlass logs {folder} -f   windlass watch {folder}",
@@ -148,11 +158,9 @@ def _prepared_json(prepared: PreparedLaunch) -> dict[str, Any]:
     }
 
 
-def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
-    """Scripts in the order in which they would run, then plan, cost and checks."""
-    from windlass.launch.checks import refusals
-
-    out, plan, cost, job = console(), prepared.plan, prepared.cost, prepared.job
+def _print_scripts(prepared: PreparedLaunch, before: dict[str, str]) -> None:
+    """In the order in which they would run."""
+    out = console()
     titles = {"array": "tokenize", "merge": "merge the token store", "stage": "copy to the fast file system"}
     for number, (kind, text) in enumerate(before.items(), 1):
         out.print(f"[bold]Job {number}: {titles[kind]}[/bold]")
@@ -160,34 +168,36 @@ def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
     if before:
         out.print("[bold]Then: train[/bold]")
     print(prepared.script)
+
+
+def _plan_table(prepared: PreparedLaunch) -> Table:
+    """Time and cost, of one job and of the whole run."""
+    plan, cost, job = prepared.plan, prepared.cost, prepared.job
     limit = "no limit" if job.seconds == float("inf") else print_seconds(job.seconds)
     speed = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.tokens_per_second else ""
-    rate = prepared.cluster.billing.per_node_hour
-    costs = [
-        "unknown"
-        if hours is None
-        else f"{hours:,.1f} node-hours "
-        + (f"({cost.unit}: rate unknown)" if rate is None else f"= {hours * rate:,.0f} {cost.unit}")
-        for hours in (cost.node_hours, cost.expected_node_hours)
-    ]
+    jobs = f"{job.links} job{'s' if job.links > 1 else ''}"
+    needed = f"; about {cost.expected_links} needed for the whole run" if cost.expected_links else ""
+
+    def amount(hours: float | None, units: float | None) -> str:
+        if hours is None:
+            return "unknown"
+        return f"{hours:,.1f} node-hours" + ("" if units is None else f" = {units:,.0f} {cost.unit}")
+
+    whole_run = amount(cost.expected_node_hours, cost.expected_units)
     rows = [
         ("layout", plan.reason or "not planned"),
         ("expected", f"{print_seconds(plan.run_seconds)} of training{speed}"),
-        ("jobs", f"{job.links} of {limit}" + (f"; about {cost.expected_links} needed" if cost.expected_links else "")),
-        ("maximum cost", costs[0]),
-        ("expected cost", costs[1]),
-        ("expected energy", "unknown" if cost.expected_kwh is None else f"{cost.expected_kwh:,.0f} kWh"),
+        ("jobs", f"{jobs} of {limit}{needed}"),
+        ("cost of one job", f"at most {amount(cost.job_node_hours, cost.job_units)}"),
+        *([(f"cost of {jobs}", f"at most {amount(cost.node_hours, cost.units)}")] if job.links > 1 else []),
+        ("cost of the whole run", f"{whole_run}, expected" if cost.expected_node_hours is not None else whole_run),
+        (
+            "energy of the whole run",
+            "unknown" if cost.expected_kwh is None else f"{cost.expected_kwh:,.0f} kWh, expected",
+        ),
         ("one checkpoint", "unknown" if plan.checkpoint_bytes is None else print_bytes(plan.checkpoint_bytes)),
     ]
-    failed = len(refusals(prepared.findings))
-    verdict = f"Not submitted: {failed} check{'s' if failed > 1 else ''} would fail (use --force to submit anyway)."
-    show(
-        False,
-        None,
-        table(f"Dry run of {prepared.recipe.name} on {prepared.cluster.title}", ("", ""), rows),
-        _findings_table(prepared),
-        verdict if failed else "Dry run OK: this job would be submitted. Nothing was written or submitted.",
-    )
+    return table(f"{prepared.recipe.name} on {prepared.cluster.title}", ("", ""), rows)
 
 
 def _findings_table(prepared: PreparedLaunch) -> Table | None:
@@ -323,13 +333,20 @@ def submit_any(
     after: AfterOption = None,
     account: AccountOption = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Directory for the job script and log.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; submit nothing.")] = False,
 ) -> None:
     """Run any windlass command as a CPU job: windlass submit -- eval RUN."""
-    from windlass.launch.array import submit_command
+    from windlass.launch.array import command_job, submit_command
+    from windlass.launch.script import render
 
     place = folder or Path("runs") / f"{command[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    job = submit_command(["windlass", *command], cluster=cluster, folder=place, account=account, after=after)
-    show(False, None, f"submitted: {job}; log {place}/logs/{job}.out")
+    machine, job = command_job(["windlass", *command], cluster=cluster, folder=place, account=account)
+    if dry_run:
+        print(render(job, machine))
+        show(False, None, "Dry run OK: this job would be submitted. Nothing was written or submitted.")
+        return
+    job_id = submit_command(machine, job, after=after)
+    show(False, None, f"submitted: {job_id}; log {place}/logs/{job_id}.out")
 
 
 def stage(

@@ -96,7 +96,7 @@ def plan(
 
 def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     """The ranked layouts, the reason for each rank, what small changes would gain, and the footnotes."""
-    from windlass.planner.page import carbon, training_time
+    from windlass.planner.page import carbon, mfu_text, training_time
 
     task, best = plans.task, plans.best
     rejected = [
@@ -106,17 +106,17 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     ]
     rows = [
         (
-            rank,
+            p.rank,
             p.candidate.describe(micro_batch=False) + (" (recipe)" if p.from_recipe else ""),
             f"{p.layout.micro_batch} x {p.layout.accumulation} x {p.layout.data:,}",
             f"{p.memory.needed / GIB:.1f}",
             f"{p.step.tokens_per_second_per_device:,.0f}",
-            text_of(p.step.mfu, ".1%"),
+            mfu_text(p),
             training_time(p),
             "unknown" if p.energy.kwh is None else print_joules(p.energy.kwh * 3.6e6, 1),
             carbon(p.energy.tco2e),
         )
-        for rank, p in enumerate(plans.plans, 1)
+        for p in plans.plans
     ]
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
     params = task.model.params
@@ -132,7 +132,7 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
         used = f"{print_joules(best.energy.kwh * 3.6e6, 1)}, {carbon(best.energy.tco2e)} CO2e"
         narrow_note = f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json)."
     ranking = table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8))
-    reasons = [f"{rank:>2}. {p.reason}" for rank, p in enumerate(plans.plans, 1)]
+    reasons = [f"{p.rank:>2}. {p.reason}" for p in plans.plans]
     small = [Text(f"A small change gains: {change.describe()}", style="yellow") for change in gains]
     return [*rejected, ranking, *reasons, "", *small, narrow_note, *_footnotes(plans)]
 
@@ -142,7 +142,7 @@ def _footnotes(plans: Plans) -> list[str]:
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.planner import record, search
-    from windlass.planner.page import amount, carbon
+    from windlass.planner.page import amount, carbon, outside_measured
 
     task, best, grid = plans.task, plans.best, plans.task.grid
     achievable = ""
@@ -159,8 +159,7 @@ def _footnotes(plans: Plans) -> list[str]:
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
         "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
-        f"Ranked by time; times within {search.TIE:.0%} count as ties, then more replicas, less accumulation, "
-        "fewer mechanisms.",
+        search.RANKING,
         f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
         f"The best takes {amount(best.node_hours)} node-hours{units}. "
@@ -179,6 +178,7 @@ def _footnotes(plans: Plans) -> list[str]:
                 f"this machine has {os.cpu_count()} cores, the workstation file has {task.cluster.node.cores} "
                 "(copy it to ~/.config/windlass/clusters/ to describe yours)"
             )
+    lines += [f"* {text}" for text in outside_measured(plans)]
     return [*lines, *(f"ruled out: {rule}" for rule in list(rules)[:4]), *(f"note: {text}" for text in notes)]
 
 

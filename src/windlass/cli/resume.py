@@ -23,6 +23,7 @@ def resume(
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
     from windlass.config import Loaded, Recipe, check, load, validate
     from windlass.launch.chain import finished
+    from windlass.launch.start import check_store
     from windlass.runs import create_run, open_run
     from windlass.runs.events import Finished, ProcessStart
 
@@ -35,6 +36,7 @@ def resume(
                 load.apply_override(raw, *load.parse_override(override))
             recipe = validate(Recipe, raw, str(folder.config_file))
             check(recipe)
+            check_store(recipe)  # before the run takes the new values
             text = folder.recipe_file.read_text(encoding="utf-8") if folder.recipe_file.is_file() else ""
             chosen_here = any(override.startswith("layout") for override in overrides)
             layout_from = "recipe" if chosen_here else folder.layout_from() or "recipe"
@@ -46,6 +48,8 @@ def resume(
                 f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
                 hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
             )
+        if not overrides:
+            check_store(folder.recipe())
         return ""
 
     # Devices at the last start; 1 when that is unknown or it ran on several nodes.

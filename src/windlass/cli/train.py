@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def train(
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
     from windlass.config import load_recipe
-    from windlass.launch.start import create_planned_run, local_cluster
+    from windlass.launch.start import check_store, create_planned_run, local_cluster
     from windlass.planner.changes import adjust_batch
     from windlass.runs.folder import Run
 
@@ -50,6 +50,7 @@ def train(
     folder = Run(run or Path("runs") / loaded.recipe.name)
 
     def create(devices_per_node: int, nodes: int) -> str:
+        check_store(loaded.recipe)
         used, cluster = loaded, local_cluster(loaded.recipe, devices_per_node)
         if adjust:
             adjusted, note = adjust_batch(loaded.recipe, cluster, nodes)
@@ -70,7 +71,20 @@ def train(
     )
 
 
-def train_start(
+def train_start(run: Run, prepare: Callable[[int, int], str], **options: Any) -> int:
+    """`bind_and_train`; a new run that does not come to its first event leaves no folder behind."""
+    from windlass.clusters.scheduler import place
+    from windlass.runs.folder import discard_unstarted
+
+    is_new = place().source == "single" and not run.config_file.exists()
+    try:
+        return bind_and_train(run, prepare, **options)
+    finally:
+        if is_new:
+            discard_unstarted(run)
+
+
+def bind_and_train(
     run: Run,
     prepare: Callable[[int, int], str],
     *,

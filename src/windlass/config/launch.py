@@ -25,7 +25,8 @@ class LaunchConfig(Table):
     qos: SlurmName | None = None
     """Quality of service (default: the cluster's)."""
     time: Seconds | None = None
-    """Wall-time limit of one job (default: the partition's limit)."""
+    """Wall-time limit of one job (default: the expected training time and a quarter more, at most the partition's
+    limit)."""
     starter: Literal["srun", "torchrun"] = "srun"
     """srun: one task per device, so that signals arrive. torchrun: one task per node."""
     environment: Literal["auto", "venv", "module", "container"] = "auto"

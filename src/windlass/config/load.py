@@ -260,12 +260,16 @@ def _problem(model: type[BaseModel], item: Any) -> str:
     dotted, value = ".".join(loc), item.get("input")
     if item["type"] == "extra_forbidden":
         keys = _keys_at(model, loc[:-1])
-        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.51)
+        elsewhere = [f"{name}.{loc[-1]}" for name in model.model_fields if loc[-1] in _keys_at(model, [name])]
+        near = elsewhere or get_close_matches(loc[-1], keys, n=3, cutoff=0.51)
         advice = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(sorted(keys))}"
         return f"{dotted}: unknown key; {advice}"
     if item["type"] == "missing":
         return f"{dotted}: missing, and there is no default"
     message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "string_pattern_mismatch" and dotted == "name":
+        legal = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
+        message = f"letters, digits, dot, dash and underscore only; nearest valid: {legal or 'my-run'}"
     is_shown = isinstance(value, Mapping) or repr(value) in message
     return redact_text(f"{dotted}: {message}" + ("" if is_shown else f" (got {shorten(repr(value))})"))
 
@@ -293,6 +297,8 @@ def check(recipe: Recipe) -> None:
         if secret := find_secret(f"{value}"):
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
     counts_epochs = recipe.tune is not None and recipe.tune.task != "masked"
+    if data.store == "":
+        problems.append("data.store: empty; name a token store, or remove the key to train on synthetic tokens")
     if data.tokens is None and recipe.train.steps is None and not counts_epochs:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
     named = [("data.batch_tokens", data.batch_tokens), *(("data.batch_ramp", size) for _, size in data.batch_ramp)]

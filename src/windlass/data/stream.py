@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from windlass.data.conversations import COUNTED, REJECTED
 from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
 from windlass.data.packing import Packing, pack_documents
 from windlass.data.shards import TokenArray, refuse_outside
-from windlass.data.store import Store, open_store, refuse_unlawful
+from windlass.data.store import MANIFEST, Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
 Tokens = npt.NDArray[np.int32]
@@ -225,7 +226,26 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
                 hint="set data.store, or model.vocab",
             )
         return SyntheticStream(config, seed=seed, vocab=vocab)
-    store = open_store(Path(config.store))
+    stream = StoreStream(usable_store(config, vocab), config, seed=seed, split=split, vocab=vocab)
+    if config.tokens is not None and split == "train":
+        stream.check(config.tokens)
+    return stream
+
+
+def usable_store(config: DataConfig, vocab: int | None) -> Store:
+    """The token store of a `[data]` table that has one; refuses what its manifest already shows to be wrong."""
+    assert config.store is not None
+    path = Path(config.store)
+    try:
+        store = open_store(path)
+    except DataError as error:
+        if error.code != "data.store-missing":
+            raise
+        stores = [p.parent.name for p in path.parent.glob(f"*/{MANIFEST}")] if path.parent.is_dir() else []
+        near = [str(path.parent / name) for name in get_close_matches(path.name, stores)]
+        fix = f"set data.store to {' or '.join(near)}" if near else "write it with `windlass tokenize DATA.toml`"
+        hint = f"{fix}, or correct data.store: {error.hint}"
+        raise DataError(error.code, error.message, hint=hint) from None
     if config.policy == "lawful":
         refuse_unlawful(store.sources, str(store.path))
     max_token = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
@@ -235,10 +255,7 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
             f"{store.path} holds token {max_token:,}, but model.vocab is {vocab:,}",
             hint=f"set model.vocab to at least {max(max_token + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
         )
-    stream = StoreStream(store, config, seed=seed, split=split, vocab=vocab)
-    if config.tokens is not None and split == "train":
-        stream.check(config.tokens)
-    return stream
+    return store
 
 
 class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):

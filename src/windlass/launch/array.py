@@ -105,12 +105,17 @@ def tokenize_scripts(
     return {job.kind: render(job, cluster) for job in jobs}
 
 
-def submit_command(
-    argv: Sequence[str], *, cluster: str | None, folder: Path, account: str | None = None, after: str | None = None
-) -> str:
-    """Any command as one CPU job; its log and script are in `folder`. Returns the job's id."""
-    machine, executor = find_cluster(cluster), SlurmScheduler()
-    job = cpu_job(machine, folder.absolute(), "command", argv, account=account)
+def command_job(
+    argv: Sequence[str], *, cluster: str | None, folder: Path, account: str | None = None
+) -> tuple[Cluster, BatchJob]:
+    """Any command as one CPU job; its log and script are in `folder`."""
+    machine = find_cluster(cluster)
+    return machine, cpu_job(machine, folder.absolute(), "command", argv, account=account)
+
+
+def submit_command(machine: Cluster, job: BatchJob, *, after: str | None = None) -> str:
+    """Returns the job's id."""
+    executor = SlurmScheduler()
     if after is not None:
         check_known(executor, after)
     return submit_job(job, machine, executor, after=f"afterok:{after}" if after else None)

@@ -487,26 +487,38 @@ def _check_store(recipe: Recipe) -> Finding:
 # -- the budget, and refusing -----------------------------------------------------------------------------------------
 
 
+def check_chain(job: BatchJob, expected_links: int | None) -> list[Finding]:
+    """Whether the jobs that are submitted are enough for the whole run."""
+    if expected_links is None or job.chain == "self" or expected_links <= job.links:
+        return []
+    text = f"{job.links} of about {expected_links} jobs that the whole run needs {'is' if job.links == 1 else 'are'} asked for"
+    return [Finding("chain", "note", text, f"--chain {expected_links}, or --chain self: each job submits the next")]
+
+
 def check_budget(
     asked_node_hours: float, used_node_hours: float, budget: float | None, needed_node_hours: float | None = None
 ) -> list[Finding]:
-    """The jobs at their limit, and what the run is expected to need until it is finished, against what is left."""
+    """The jobs at their limit, and what the whole run is expected to need until it is finished, against what is
+    left."""
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours
     available = f"{left:,.1f} of {budget:,.1f} left ({used_node_hours:,.1f} used or running)"
-    text = f"up to {asked_node_hours:,.1f} node-hours asked, {available}"
+    run = "" if needed_node_hours is None else f"; the whole run is expected to need {needed_node_hours:,.1f} more"
+    text = f"up to {asked_node_hours:,.1f} node-hours asked, {available}{run}"
     advice = (
         "shorten launch.time or --chain, or correct launch.budget_node_hours",
         "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
     )
-    if asked_node_hours > left:
-        return [Finding("budget", "refuse", text, *advice)]
     if needed_node_hours is not None and needed_node_hours > left:
-        need = f"the run is expected to need {needed_node_hours:,.0f} node-hours until it is finished, {available}"
+        need = (
+            f"the whole run is expected to need {needed_node_hours:,.0f} node-hours until it is finished, {available}"
+        )
         return [
             Finding("budget", "refuse", need, "train on fewer tokens or a smaller model (`windlass budget`)", advice[1])
         ]
+    if asked_node_hours > left:
+        return [Finding("budget", "refuse", text, *advice)]
     return [Finding("budget", "ok", text)]
 
 

@@ -18,6 +18,12 @@ from windlass.runs.walltime import wall_time_lead_seconds
 
 # Wall time when neither the recipe nor the cluster file has one.
 DEFAULT_SECONDS = 24 * 3600.0
+# From the start of a job until its first step: imports, checkpoint, compilation.
+STARTUP_SECONDS = 300.0
+# A job asks for this much more than the planner expects: its error is 10 to 20 %, and the start and saves take time.
+WALL_TIME_MARGIN = 1.25
+# Wall times are rounded up to full hours; from half a day on to six hours, from two days on to twelve.
+WALL_TIME_STEPS = ((43_200.0, 3600.0), (172_800.0, 21_600.0), (math.inf, 43_200.0))
 # What every rank of a training job starts; it reads the run folder and its start.
 WORKER = ("python", "-m", "windlass.train.worker")
 # Paths that begin like this are on a node's own disk.
@@ -136,13 +142,20 @@ def train_job(
     save_seconds: float | None = None,
     step_seconds: float | None = None,
     store_bytes: int | None = None,
+    run_seconds: float | None = None,
     about: Sequence[str] = (),
 ) -> BatchJob:
-    """`store_bytes`: size of the token store where it was measured, else it follows from the recipe's tokens."""
+    """`store_bytes`: size of the token store where it was measured, else it follows from the recipe's tokens.
+    `run_seconds`: expected training time of the whole run; None: unknown."""
     launch, slurm, node = recipe.launch, cluster.slurm, cluster.node
     partition, qos = choose_queue(recipe, cluster)
     queue = find_partition(cluster, partition, qos)
-    seconds = launch.time or (queue.max_time if queue else None) or DEFAULT_SECONDS
+    links = launch.chain if isinstance(launch.chain, int) and launch.chain > 1 else 1
+    seconds = (queue.max_time if queue else None) or DEFAULT_SECONDS
+    if launch.time is not None:
+        seconds = launch.time
+    elif run_seconds is not None:
+        seconds = fitting_wall_time(run_seconds / links, wall_time_lead_seconds(save_seconds, step_seconds), seconds)
     lead_seconds, lead_reason = signal_lead(recipe, seconds, save_seconds, step_seconds)
     torchrun = launch.starter == "torchrun" or bool(slurm and slurm.tasks_mode == "node")
     staging, cpus = (
@@ -168,7 +181,7 @@ def train_job(
         requeue=launch.requeue,
         torchrun=torchrun,
         chain="self" if launch.chain == "self" else "pre" if launch.chain not in (0, 1) else "none",
-        links=launch.chain if isinstance(launch.chain, int) and launch.chain > 1 else 1,
+        links=links,
         environment=choose_environment(recipe, cluster, active_venv),
         env=launch.env,
         sbatch=launch.sbatch,
@@ -178,6 +191,13 @@ def train_job(
         energy_flags=tuple(cluster.energy.ear_flags) if recipe.energy.enabled else (),
         about=tuple(about),
     )
+
+
+def fitting_wall_time(train_seconds: float, lead_seconds: float, limit_seconds: float) -> float:
+    """What one job asks for to train this long; the limit of the queue where that is less."""
+    needed = train_seconds * WALL_TIME_MARGIN + lead_seconds + STARTUP_SECONDS
+    step = next(step for bound, step in WALL_TIME_STEPS if needed <= bound)
+    return min(limit_seconds, math.ceil(needed / step) * step)
 
 
 def cpus_per_device(cluster: Cluster) -> int:

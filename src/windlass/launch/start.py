@@ -48,6 +48,14 @@ def local_cluster(recipe: Recipe, devices_per_node: int) -> Cluster:
     )
 
 
+def check_store(recipe: Recipe) -> None:
+    """Refuse a missing or unsuitable token store before a run folder is made and torch is imported."""
+    if recipe.data.store is not None:
+        from windlass.data.stream import usable_store  # numpy: not for every start
+
+        usable_store(recipe.data, recipe.model.vocab)
+
+
 def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tuple[Loaded, str, str]:
     """The recipe with a layout, who chose it ("recipe" or "planner"), and the reason.
 

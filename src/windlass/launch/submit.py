@@ -31,6 +31,7 @@ from windlass.planner.changes import adjust_batch, better_batch
 from windlass.planner.search import Plan, plan
 from windlass.runs import Run, create_run
 from windlass.runs.events import Saved
+from windlass.runs.folder import check_run_folder
 from windlass.runs.lock import holder
 from windlass.units import print_quota
 
@@ -57,12 +58,17 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class JobCost:
-    """What the jobs may use at most, and what the run is expected to need. None: unknown."""
+    """What the jobs may use at most, and what the whole run is expected to need. None: unknown."""
 
+    # All jobs that are submitted, and one of them, each to its wall-time limit.
     node_hours: float
     units: float | None
     unit: str
+    job_node_hours: float
+    job_units: float | None
+    # The whole run, and the jobs that it still needs.
     expected_node_hours: float | None
+    expected_units: float | None
     expected_links: int | None
     expected_kwh: float | None
 
@@ -90,6 +96,13 @@ def executors(run: Run) -> dict[str, Executor]:
     return {**local, "slurm": SlurmScheduler()} if slurm_available() else local
 
 
+def dry_run_executor(prepared: PreparedLaunch) -> Executor | None:
+    """Whose jobs a dry run may ask for; None where there is no scheduler."""
+    if prepared.local:
+        return LocalExecutor(prepared.run_dir)
+    return SlurmScheduler() if slurm_available() else None
+
+
 def prepare(
     loaded: Loaded,
     *,
@@ -109,6 +122,7 @@ def prepare(
     local = local or cluster.slurm is None
     expected = planned(recipe, cluster)
     store_bytes = folder_bytes(recipe.data.store)
+    share_left = 1.0 - min(1.0, (run.last_metrics().tokens or 0) / (recipe.data.tokens or math.inf))
     ranks = f"{recipe.nodes} nodes x {cluster.node.devices} devices = {recipe.nodes * cluster.node.devices} ranks"
     job = train_job(
         recipe,
@@ -119,6 +133,7 @@ def prepare(
         save_seconds=max((e.write_seconds for e in run.events(Saved) if e.write_seconds is not None), default=None),
         step_seconds=run.last_metrics().step_seconds,
         store_bytes=store_bytes,
+        run_seconds=None if expected.run_seconds is None else share_left * expected.run_seconds,
         about=[
             *([f"layout: {expected.reason}"] if expected.reason else []),
             "on this machine, without a scheduler" if local else ranks,
@@ -143,14 +158,14 @@ def prepare(
     else:
         not_here = f"this machine is not {cluster.title}: disks, image, token store and queue were not checked"
         findings.append(Finding("site", "note", not_here))
-    cost = forecast_cost(job, cluster, expected)
+    cost = forecast_cost(job, cluster, expected, share_left)
     if not local:
         budget, used = recipe.launch.budget_node_hours, 0.0
         if budget is not None:
             ledger = [e for other in runs_below(run.path.parent) for e in entries(other, executors(other))]
             used = committed_node_hours(ledger, cluster=recipe.cluster, account=job.account)
-        share = 1.0 - min(1.0, (run.last_metrics().tokens or 0) / (recipe.data.tokens or math.inf))
-        needed = None if cost.expected_node_hours is None else share * cost.expected_node_hours
+        needed = None if cost.expected_node_hours is None else share_left * cost.expected_node_hours
+        findings += checks.check_chain(job, cost.expected_links)
         findings += checks.check_budget(cost.node_hours, used, budget, needed)
     return PreparedLaunch(
         loaded=loaded,
@@ -237,18 +252,23 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     )
 
 
-def forecast_cost(job: BatchJob, cluster: Cluster, expected: Planned) -> JobCost:
-    """At most: all jobs to their limit. Expected: the planner's run time, when there is one."""
+def forecast_cost(job: BatchJob, cluster: Cluster, expected: Planned, share_left: float = 1.0) -> JobCost:
+    """At most: all jobs to their limit. Expected: the planner's run time, when there is one. `share_left`: of a run
+    that goes on, what it has still to train."""
     unlimited, seconds, rate = math.isinf(job.seconds), expected.run_seconds, cluster.billing.per_node_hour
-    hours = 0.0 if unlimited else job.nodes * job.links * job.seconds / 3600
+    job_hours = 0.0 if unlimited else job.nodes * job.seconds / 3600
+    expected_hours = None if seconds is None else job.nodes * seconds / 3600
     links = None
     if seconds is not None:
-        links = 1 if unlimited else math.ceil(seconds / max(60.0, job.seconds - job.lead_seconds))
+        links = 1 if unlimited else max(1, math.ceil(share_left * seconds / max(60.0, job.seconds - job.lead_seconds)))
     return JobCost(
-        node_hours=hours,
-        units=None if rate is None else hours * rate,
+        node_hours=job_hours * job.links,
+        units=None if rate is None else job_hours * job.links * rate,
         unit=cluster.billing.unit,
-        expected_node_hours=None if seconds is None else job.nodes * seconds / 3600,
+        job_node_hours=job_hours,
+        job_units=None if rate is None else job_hours * rate,
+        expected_node_hours=expected_hours,
+        expected_units=None if rate is None or expected_hours is None else expected_hours * rate,
         expected_links=links,
         expected_kwh=expected.kwh,
     )
@@ -262,26 +282,9 @@ def submit(
     Nothing is submitted when a check refuses, unless forced."""
     executor = executor or (LocalExecutor(prepared.run_dir) if prepared.local else SlurmScheduler())
     run, job = Run(prepared.run_dir), prepared.job
-    # Two chains in one run folder would compete for its lock.
     if isinstance(executor, SlurmScheduler):
         adopt_jobs(run.jobs_file, executor)
-    if active := active_entries(run, {executor.name: executor}, strict=True) if run.jobs_file.exists() else []:
-        raise LaunchError(
-            "launch.run-active",
-            f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
-            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
-        )
-    if (owner := holder(run.lock_file)) is not None:
-        where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
-        raise LaunchError(
-            "launch.run-locked",
-            f"{run.path} is being written by another process ({where})",
-            hint="wait for it, or choose another folder with --run",
-        )
-    checks.refuse(prepared.findings, force=force)
-    if after is not None:
-        check_known(executor, after)
-    loaded, layout_from, _ = resolve_recipe(prepared.loaded, run, prepared.cluster, prepared.recipe.nodes)
+    loaded, layout_from = refuse_launch(prepared, executor, after=after, force=force)
     run = create_run(prepared.run_dir, loaded, layout_from=layout_from)
     script = Path(job.job_file)
     write_atomic(script, prepared.script)
@@ -305,6 +308,36 @@ def submit(
                 "launch.chain-incomplete", f"{queued}, job {number} was refused: {error.message}", hint=error.hint
             ) from None
     return ids
+
+
+def refuse_launch(
+    prepared: PreparedLaunch, executor: Executor | None, *, after: str | None = None, force: bool = False
+) -> tuple[Loaded, str]:
+    """Raise when `submit` would refuse; changes nothing. Else the recipe with its layout, and who chose the layout.
+
+    `executor` is None in a dry run on a machine without the scheduler: its queue is then not asked."""
+    run = Run(prepared.run_dir)
+    # Two chains in one run folder would compete for its lock.
+    queues = {} if executor is None else {executor.name: executor}
+    if active := active_entries(run, queues, strict=True) if queues and run.jobs_file.exists() else []:
+        raise LaunchError(
+            "launch.run-active",
+            f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
+            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
+        )
+    if (owner := holder(run.lock_file)) is not None:
+        where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
+        raise LaunchError(
+            "launch.run-locked",
+            f"{run.path} is being written by another process ({where})",
+            hint="wait for it, or choose another folder with --run",
+        )
+    checks.refuse(prepared.findings, force=force)
+    if after is not None and executor is not None:
+        check_known(executor, after)
+    loaded, layout_from, _ = resolve_recipe(prepared.loaded, run, prepared.cluster, prepared.recipe.nodes)
+    check_run_folder(run, loaded.recipe)
+    return loaded, layout_from
 
 
 def submit_job(

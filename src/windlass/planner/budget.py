@@ -11,6 +11,7 @@ from windlass.cost.power import EnergyEstimate, allocation_units, busy_share, co
 from windlass.errors import ConfigError, PlanError, WindlassError
 from windlass.models.presets import model_spec
 from windlass.planner.laws import ExpectedLoss, expected_loss
+from windlass.planner.measured import mfu_beyond, tokens_beyond
 from windlass.planner.search import plan
 from windlass.planner.task import check_nodes
 
@@ -66,6 +67,8 @@ class SizeResult:
     energy: EnergyEstimate | None = None
     units: float | None = None
     loss: ExpectedLoss | None = None
+    # Sentences about figures above the highest that was ever published.
+    outside_measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,10 @@ def budget(question: Budget, sizes: Sequence[float] = MODEL_SIZES, tokens: Seque
         **{
             f"{size_text(row.parameters)} does not fit on {b.nodes} nodes: {row.layout}": row.tokens_per_second is None
             for row in rows
+        },
+        **{
+            f"! is beyond what was ever measured; {size_text(row.parameters)}: {'; '.join(row.outside_measured)}": True
+            for row in [row for row in rows if row.outside_measured][:1]
         },
         "the PUE is unknown: energy is at the nodes, without facility overhead": b.cluster.grid.pue is None,
         "the device's power is unknown, so a budget in kWh or euros cannot be checked": (
@@ -255,6 +262,7 @@ def _size_result(b: Budget, device: Device, size: float) -> SizeResult:
         energy=energy(node_power(device, b.cluster.node, busy), b.nodes, hours, b.cluster.grid, tokens),
         units=allocation_units(b.cluster.billing, b.nodes, hours),
         loss=expected_loss(size, tokens, b.unique_tokens),
+        outside_measured=(*mfu_beyond(mfu, device, "bf16"), *tokens_beyond(tokens, size)),
     )
 
 

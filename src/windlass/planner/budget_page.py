@@ -32,6 +32,7 @@ def budget_json(result: BudgetResult) -> dict[str, Any]:
                 "tco2e_market": None if e is None else e.market_tco2e,
                 "allocation_units": row.units,
                 "layout": row.layout,
+                "outside_measured": list(row.outside_measured),
                 "loss": None
                 if loss is None
                 else {
@@ -126,7 +127,7 @@ def table_rows(result: BudgetResult) -> list[tuple[object, ...]]:
         e, loss = row.energy, row.loss
         bound = f" (by {row.bound_by})" if has_several_limits else ""
         return (
-            size_text(row.parameters),
+            size_text(row.parameters) + (" !" if row.outside_measured else ""),
             "-" if row.mfu is None else f"{row.mfu:.2f}",
             "-" if row.tokens_per_second is None else print_tokens(row.tokens_per_second),
             "-" if row.days is None else f"{row.days:,.1f}{bound}",

@@ -6,7 +6,16 @@ from windlass.config import LayoutConfig, validate
 from windlass.config.load import parse_override
 from windlass.errors import ConfigError
 from windlass.planner.candidates import LayoutCandidate, candidate_of, enumerate_candidates, problems
-from windlass.planner.search import Plan, Plans, estimate_plan, term_differences
+from windlass.planner.search import (
+    EQUAL,
+    Plan,
+    Plans,
+    compare_with_first,
+    estimate_plan,
+    rank,
+    rank_days,
+    term_differences,
+)
 from windlass.planner.task import PlanTask
 from windlass.units import GIB
 
@@ -53,13 +62,13 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
         if {**c.layout.config().model_dump(), "recompute": c.recompute}.items() >= wanted.items()
     ]
     fitting = [p for p in (estimate_plan(task, c) for c in matches) if p.fits]
-    fastest = min(fitting, key=lambda p: p.days, default=None)
-    if fastest is not None and fastest.candidate != candidate:
+    preferred = next(iter(rank(fitting)), None)
+    if preferred is not None and preferred.candidate != candidate:
         sentences.append(
-            f"with the other values chosen by the planner: {fastest.candidate.describe()} fits in "
-            f"{fastest.memory.needed / GIB:.1f} GiB, {_speed(fastest)}"
+            f"with the other values chosen by the planner: {preferred.candidate.describe()} fits in "
+            f"{preferred.memory.needed / GIB:.1f} GiB, {_speed(preferred)}"
         )
-    elif matches and fastest is None:
+    elif matches and preferred is None:
         sentences.append(f"none of the {len(matches):,} layouts with these values fits")
     return LayoutExplanation(
         asked=question,
@@ -105,9 +114,9 @@ def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
     sentences = [f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {_speed(p)}"]
     if p.candidate == best.candidate:
         return [*sentences, f"it is ranked first of {plans.fitting:,} layouts that fit: {best.reason}"]
-    ratio = p.days / best.days
-    slower = f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})"
-    sentences.append(slower if ratio > 1.005 else "it is as fast as the best within the estimate's error")
+    compared = compare_with_first(p, best, min(map(rank_days, plans.plans)))
+    slower = f"it takes {p.days / best.days:.2f} times as long as the best ({best.candidate.describe()})"
+    sentences.append(slower if compared.slower > EQUAL else f"against the best: {compared.reason}")
     sentences += [
         f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the best"
         for name, own_seconds, best_seconds in term_differences(p, best)[:3]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
-from windlass.planner.search import TIE, Plan, Plans, Rejected
+from windlass.planner.search import RANKING, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.units import GIB, print_seconds, print_tokens
 
@@ -49,6 +49,17 @@ def training_time(p: Plan) -> str:
     return print_seconds(p.days * 86_400)
 
 
+def mfu_text(p: Plan) -> str:
+    """With a * where nobody has measured so much."""
+    return "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}{'*' if p.outside_measured else ''}"
+
+
+def outside_measured(plans: Plans) -> list[str]:
+    """What the * beside figures means; of several plans only the farthest, which comes with the highest MFU."""
+    marked = [p for p in plans.plans if p.outside_measured]
+    return list(max(marked, key=lambda p: p.step.mfu or 0.0).outside_measured) if marked else []
+
+
 def number(value: float | None, digits: int = 1, unit: str = "") -> str:
     return "unknown" if value is None else f"{value:,.{digits}f}{unit}"
 
@@ -72,19 +83,18 @@ def _layout_text(p: Plan | Rejected) -> str:
 
 
 def _labels(plans: Sequence[Plan]) -> list[str]:
-    return [f"{rank}. {_layout_text(p)}" for rank, p in enumerate(plans, 1)]
+    return [f"{p.rank}. {_layout_text(p)}" for p in plans]
 
 
 def _best(plans: Plans) -> list[Item]:
     task, p = plans.task, plans.best
-    mfu = "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}"
     achievable = "" if p.mfu_of_achievable is None else f"; {p.mfu_of_achievable:.0%} of the achievable rate"
     rate = p.step.tokens_per_second_per_device
     needed, limit = f"{p.memory.needed / GIB:.1f} GiB", f"{p.limit_bytes / GIB:.1f} GiB"
     cards = [
         Card(training_time(p), "training time", f"{amount(p.node_hours)} node-hours"),
         Card(f"{rate:,.0f}", "tokens/s per device", f"total {rate * task.devices:,.0f}"),
-        Card(mfu, f"MFU ({p.step.mfu_convention})", f"of {mfu_denominator(task)}{achievable}"),
+        Card(mfu_text(p), f"MFU ({p.step.mfu_convention})", f"of {mfu_denominator(task)}{achievable}"),
         Card(needed, f"of {limit} per device", f"peak: {p.memory.moment}"),
         Card(_energy_text(p.energy.kwh), "energy including facility overhead", f"PUE {p.energy.pue:g}"),
         Card(carbon(p.energy.tco2e), "CO2e, location-based", f"market-based: {carbon(p.energy.market_tco2e)}"),
@@ -94,7 +104,8 @@ def _best(plans: Plans) -> list[Item]:
         f"{p.candidate.describe()}: {p.layout.data:,} replicas x micro-batch {p.layout.micro_batch} x "
         f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
     )
-    return [Cards(cards), Note(f"{batch} {p.reason[:1].upper()}{p.reason[1:]}.")]
+    marks = (Note(f"* {text}", "warning") for text in outside_measured(plans))
+    return [Cards(cards), Note(f"{batch} {p.reason[:1].upper()}{p.reason[1:]}."), *marks]
 
 
 def stacked(
@@ -148,22 +159,21 @@ def _ranking(plans: Plans) -> DataTable:
     columns = ("", "layout", "replicas x accum", "GiB", "tokens/s/device", "MFU", "time", "energy", "CO2e", "reason")
     rows = [
         (
-            rank,
+            p.rank,
             _layout_text(p),
             f"{p.layout.data:,} x {p.layout.accumulation}",
             f"{p.memory.needed / GIB:.1f}",
             f"{p.step.tokens_per_second_per_device:,.0f}",
-            "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
+            mfu_text(p),
             training_time(p),
             _energy_text(p.energy.kwh),
             carbon(p.energy.tco2e),
             p.reason,
         )
-        for rank, p in enumerate(shown, 1)
+        for p in shown
     ]
     caption = (
-        f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown. Times within "
-        f"{TIE:.0%} count as ties; then more replicas come first. "
+        f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown. {RANKING} "
         f"MFU counts {plans.best.step.mfu_convention} of {mfu_denominator(plans.task)}."
     )
     strong = [i for i, p in enumerate(shown) if p.from_recipe] or [0]

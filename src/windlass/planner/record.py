@@ -6,6 +6,7 @@ from typing import Any
 from windlass.files import write_json
 from windlass.planner.changes import RecipeChange
 from windlass.planner.explain import LayoutExplanation
+from windlass.planner.measured import tokens_beyond
 from windlass.planner.search import Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.runs.folder import Run
@@ -24,6 +25,7 @@ def mfu_denominator(task: PlanTask) -> str:
 def plan_json(p: Plan, task: PlanTask) -> dict[str, Any]:
     e = p.energy
     return {
+        "rank": p.rank or None,
         "layout": p.layout.config().model_dump(mode="json"),
         "recompute": p.recompute,
         "data_parallel": p.layout.data,
@@ -58,7 +60,10 @@ def plan_json(p: Plan, task: PlanTask) -> dict[str, Any]:
         "tco2e_market": e.market_tco2e,
         "euros": e.euros,
         "allocation": None if p.units is None else {"unit": task.cluster.billing.unit, "amount": p.units},
+        "slower_than_first": p.slower,
+        "ranked_by": p.ranked_by or None,
         "reason": p.reason,
+        "outside_measured": list(p.outside_measured),
     }
 
 
@@ -106,6 +111,7 @@ def plans_json(plans: Plans, changes: Iterable[RecipeChange] = ()) -> dict[str, 
         "considered": plans.considered,
         "fitting": plans.fitting,
         "warnings": list(plans.task.warnings),
+        "outside_measured": tokens_beyond(plans.best.tokens if plans.plans else None, plans.task.model.params.total),
         "changes": [change_json(change) for change in changes],
         "search_seconds": plans.search_seconds,
     }

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from windlass.clusters import Cluster
@@ -20,14 +20,26 @@ from windlass.planner.candidates import (
     problems,
     ruled_out,
 )
+from windlass.planner.measured import mfu_beyond
 from windlass.planner.task import PlanTask, make_task
 from windlass.units import GIB, nearest
 
-# Above this share of a device's memory the estimate's own error decides whether a layout runs.
+# Above this share of a device's memory the estimate's own error decides whether a layout runs; it is then ranked as if
+# it took this many times as long.
 TIGHT = 0.92
+TIGHT_PENALTY = 1.05
 KEPT_REJECTIONS = 24
 # Layouts whose days differ by less count as equal and are ranked by simplicity: the estimate is no finer.
 TIE = 0.03
+# Times that differ by less print as the same.
+EQUAL = 0.0005
+# What the preferred plan is chosen by, in this order; all but time decide between layouts of equal time.
+RANKED_BY = ("time", "replicas", "accumulation", "mechanisms", "memory")
+RANKING = (
+    f"The first is preferred among those within {TIE:.0%} of the fastest (tight memory counts as "
+    f"{TIGHT_PENALTY - 1:.0%} slower): more replicas, then less accumulation, fewer mechanisms, less memory. "
+    "The others follow by time."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +63,15 @@ class Plan:
     mfu_of_achievable: float | None
     # The recipe's own layout.
     from_recipe: bool = False
+    # Position in the ranking; 0 before it is ranked.
+    rank: int = 0
+    # Time against the first: 0.02 takes 2 % longer, -0.02 takes 2 % less.
+    slower: float = 0.0
+    # Why it stands below the first: one of RANKED_BY, or "tight memory"; of the first: "".
+    ranked_by: str = ""
     reason: str = ""
+    # Sentences about figures of this layout above the highest that was ever published.
+    outside_measured: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +109,7 @@ class Rejected:
 @dataclass(frozen=True, kw_only=True)
 class Plans:
     task: PlanTask
-    # Best first; one per family of layouts.
+    # The preferred one, then the others by time; one per family of layouts.
     plans: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
     considered: int
@@ -140,20 +160,16 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
         more, count = estimate_all(task, offloaded)
         estimated, considered = estimated + more, considered + count
     fitting = [p for p in estimated if p.fits]
-    families: dict[tuple[object, ...], Plan] = {}
-    for p in rank(fitting):
-        families.setdefault(p.candidate.family, p)
-    ranked, rejected = list(families.values()), list[Rejected]()
+    ranked, rejected = fitting, list[Rejected]()
     if task.recipe.layout is not None:
         own = candidate_of(task.recipe.layout, task.recipe.train.recompute, task)
-        reasons = problems(task, own)
-        if reasons:
+        if reasons := problems(task, own):
             rejected.append(Rejected(candidate=own, reason="; ".join(map(str, reasons)), from_recipe=True))
         elif not (mine := replace(estimate_plan(task, own), from_recipe=True)).fits:
             rejected.append(_too_big(mine))
         else:
-            ranked = rank([*(p for p in ranked if p.candidate != own), mine])
-    explained = [replace(p, reason=_reason(p, ranked[0], len(fitting))) for p in ranked]
+            ranked = [*(p for p in fitting if p.candidate != own), mine]
+    explained = _explain(rank(ranked), len(fitting))
     too_big = sorted((p for p in estimated if not p.fits), key=lambda p: p.memory.needed)
     rejected += [_too_big(p) for p in too_big[:KEPT_REJECTIONS]]
     rejected += [Rejected(candidate=c, reason=str(violation)) for c, violation in ruled_out(task)]
@@ -215,29 +231,35 @@ def estimate_plan(
         power=power,
         energy=energy(power, task.nodes, hours, task.grid, tokens),
         units=allocation_units(task.cluster.billing, task.nodes, hours),
+        outside_measured=tuple(mfu_beyond(step.mfu, task.device, task.recipe.train.precision)),
         mfu_of_achievable=step.mfu * peak / matmul if step.mfu and peak and matmul else None,
     )
 
 
 def rank(plans: Iterable[Plan]) -> list[Plan]:
-    """Days first, in steps of 3 % from the best (the estimate is no finer); then more data parallelism, less
-    accumulation, fewer mechanisms, less memory. Layouts so tight that the estimate's error decides whether they run
-    count 5 % slower."""
-
-    def cost(p: Plan) -> float:
-        return p.days * (1.05 if p.memory_share > TIGHT else 1.0)
-
+    """The preferred plan first: by days in steps of 3 % from the fastest (the estimate is no finer), then more data
+    parallelism, less accumulation, fewer mechanisms, less memory. Layouts so tight that the estimate's error decides
+    whether they run count 5 % slower."""
     plans = list(plans)
-    best = min((cost(p) for p in plans), default=1.0) or 1e-9
+    lowest = min(map(rank_days, plans), default=1.0)
+    return sorted(plans, key=lambda p: _rank_key(p, lowest))
 
-    def key(p: Plan) -> tuple[float, ...]:
-        layout = p.layout
-        mechanisms = sum(getattr(layout, axis) > 1 for axis in AXES)
-        mechanisms += (layout.offload != "none") + (layout.shard != "none") + (p.recompute != "none")
-        steps = int(math.log(max(cost(p) / best, 1.0)) / TIE)
-        return steps, -layout.data, layout.accumulation, mechanisms, p.memory.needed
 
-    return sorted(plans, key=key)
+def rank_days(p: Plan) -> float:
+    return p.days * (TIGHT_PENALTY if p.memory_share > TIGHT else 1.0)
+
+
+def _rank_key(p: Plan, lowest_days: float) -> tuple[float, ...]:
+    """In the order of RANKED_BY; plans that are equal in all of these go by their days."""
+    time_steps = int(math.log(max(rank_days(p) / (lowest_days or 1e-9), 1.0)) / TIE)
+    return time_steps, -p.layout.data, p.layout.accumulation, _mechanisms(p), p.memory.needed, p.days
+
+
+def _mechanisms(p: Plan) -> int:
+    layout = p.layout
+    return sum(getattr(layout, axis) > 1 for axis in AXES) + sum(
+        value != "none" for value in (layout.offload, layout.shard, p.recompute)
+    )
 
 
 def _too_big(p: Plan) -> Rejected:
@@ -248,41 +270,85 @@ def _too_big(p: Plan) -> Rejected:
     return Rejected(candidate=p.candidate, reason=reason, memory_gib=needed, from_recipe=p.from_recipe)
 
 
-def _reason(p: Plan, best: Plan, fitting: int) -> str:
-    """`fastest of 214 that fit: ...` or `3 % slower: +0.51 s/step in matrix products`."""
-    end = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
-    end += ", tight: measure first" if p.memory_share > TIGHT else ""
+def _explain(ranked: Sequence[Plan], fitting: int) -> list[Plan]:
+    """The preferred plan, then the best of each other family and the recipe's own layout by time, with reasons."""
+    if not ranked:
+        return []
+    families: dict[object, Plan] = {}
+    for p in ranked:
+        families.setdefault("recipe" if p.from_recipe else p.candidate.family, p)
+    first, *others = families.values()
+    lowest, fastest = min(map(rank_days, ranked)), min(ranked, key=lambda p: p.days)
+    explained = []
+    for number, p in enumerate((first, *sorted(others, key=lambda p: p.days)), 1):
+        if number > 1:
+            p = compare_with_first(p, first, lowest)
+        else:
+            p = replace(p, reason=_first_reason(p, fastest, _ranked_by(fastest, first, lowest), fitting))
+        own = "the recipe's layout; " if p.from_recipe else ""
+        explained.append(replace(p, rank=number, reason=f"{own}{p.reason}; {_fit_text(p)}"))
+    return explained
+
+
+def compare_with_first(p: Plan, first: Plan, lowest_days: float) -> Plan:
+    """The plan with the reason why it is not the first. `lowest_days`: of all plans, as `rank` counts them."""
+    slower = p.days / first.days - 1
+    p = replace(p, slower=slower, ranked_by="time" if slower > 0 else _ranked_by(p, first, lowest_days))
+    return replace(p, reason=_below_reason(p, first))
+
+
+def _ranked_by(p: Plan, first: Plan, lowest_days: float) -> str:
+    """What puts `p`, which is not slower, below `first`: the first key in which they differ."""
+    keys = zip(RANKED_BY, _rank_key(p, lowest_days), _rank_key(first, lowest_days), strict=False)
+    name = next((name for name, own, best in keys if own != best), "")
+    return "tight memory" if name == "time" else name
+
+
+def _fit_text(p: Plan) -> str:
+    text = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
+    text += ", tight: measure first" if p.memory_share > TIGHT else ""
     if p.layout.offload != "none":
-        end += "; nothing fits without offload, whose copies are timed by a textbook rate (20 GB/s to host memory)"
-    own = "the recipe's layout; " if p.from_recipe else ""
-    if p is best:
-        total, terms = p.step.seconds, p.step.terms
-        largest = max(terms, key=terms.__getitem__)
-        spent = f"{terms[largest] / total:.0%} of a step is {largest}"
-        spent += f", {p.step.exposed_communication / total:.0%} waiting for other devices"
-        spent += f", {p.step.bubble / total:.0%} pipeline bubble" if p.step.bubble else ""
-        return f"{own}fastest of {fitting:,} that fit: {spent}; {end}"
-    mine, other = p.layout, best.layout
-    replicas = f"{mine.data:,} replicas instead of {other.data:,}"
-    in_a_row = f"{mine.accumulation} micro-batches in a row instead of {other.accumulation}"
-    slower = p.days / best.days - 1
-    comparison = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
-    if slower < -0.005:  # why the other is ranked first although it takes longer
-        drawback = "it takes more mechanisms or more memory"
-        if p.memory_share > TIGHT or mine.offload != "none":
-            drawback = "tight"
-        elif mine.data < other.data:
-            drawback = f"only {replicas}"
-        elif mine.accumulation > other.accumulation:
-            drawback = in_a_row
-        comparison = f"{-slower:.0%} faster by the estimate, but {drawback}"
-    name, own_seconds, best_seconds = term_differences(p, best)[0]
-    difference = f"{own_seconds - best_seconds:+.2g} s/step in {name}"
-    if abs(own_seconds - best_seconds) < 0.001 * best.step.seconds:
-        difference = f"needs {(p.memory.needed - best.memory.needed) / GIB:+.0f} GiB"
-    if mine.data < other.data and mine.accumulation > other.accumulation:
-        difference += f", {replicas}, so {in_a_row}"
-    return f"{own}{comparison}: {difference}; {end}"
+        text += "; nothing fits without offload, whose copies are timed by a textbook rate (20 GB/s to host memory)"
+    return text
+
+
+def _first_reason(p: Plan, fastest: Plan, preferred_by: str, fitting: int) -> str:
+    """`fastest of 214 that fit: 62% of a step is matrix products`, or which layout is faster and why it is not first."""
+    total, terms = p.step.seconds, p.step.terms
+    largest = max(terms, key=terms.__getitem__)
+    spent = f"{terms[largest] / total:.0%} of a step is {largest}"
+    spent += f", {p.step.exposed_communication / total:.0%} waiting for other devices"
+    spent += f", {p.step.bubble / total:.0%} pipeline bubble" if p.step.bubble else ""
+    if p.days <= fastest.days:
+        return f"fastest of {fitting:,} that fit: {spent}"
+    faster = f"{1 - fastest.days / p.days:.1%} faster, but has {_drawback(fastest, p, preferred_by)}"
+    return f"preferred of {fitting:,} that fit: {spent}; {fastest.candidate.describe()} is {faster}"
+
+
+def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
+    mine, other = p.layout, first.layout
+    texts = {
+        "replicas": f"{mine.data:,} replicas instead of {other.data:,}",
+        "accumulation": f"{mine.accumulation} micro-batches in a row instead of {other.accumulation}",
+        "mechanisms": f"more mechanisms ({_mechanisms(p)} instead of {_mechanisms(first)})",
+        "memory": f"{(p.memory.needed - first.memory.needed) / GIB:+.1f} GiB of memory",
+    }
+    tight = f"tight memory (counts as {TIGHT_PENALTY - 1:.0%} slower)"
+    parts = [tight] if p.memory_share > TIGHT >= first.memory_share else []
+    return " and ".join([*parts, *([texts[ranked_by]] if ranked_by in texts else [])])
+
+
+def _below_reason(p: Plan, first: Plan) -> str:
+    """`3.0% slower: +0.51 s/step in matrix products`, or why it stands below the first although it is not slower."""
+    if p.slower <= 0:
+        speed = f"{-p.slower:.1%} faster by the estimate" if p.slower < -EQUAL else "as fast"
+        return f"{speed}, not preferred: {_drawback(p, first, p.ranked_by)}" if p.ranked_by else speed
+    name, own_seconds, first_seconds = max(term_differences(p, first), key=lambda term: term[1] - term[2])
+    extra = own_seconds - first_seconds
+    causes = [f"{extra:{'+,.0f' if extra >= 10 else '+.2g'}} s/step in {name}"] if extra > 0 else []
+    if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
+        causes.append(f"{_drawback(p, first, 'replicas')}, so {_drawback(p, first, 'accumulation')}")
+    return (f"{p.slower:.1%} slower" if p.slower > EQUAL else "as fast") + (f": {', '.join(causes)}" if causes else "")
 
 
 def term_differences(p: Plan, best: Plan) -> list[tuple[str, float, float]]:

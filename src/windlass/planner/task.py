@@ -14,6 +14,7 @@ from windlass.layout.resolve import JobSize, complete_layout, job_size, masks_do
 from windlass.layout.rules import check_degrees
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
+from windlass.planner.measured import tokens_beyond
 from windlass.units import print_tokens
 
 # The published runs by which the estimates are judged (benchmarks/planner_accuracy.py) lie inside these; beyond them
@@ -191,6 +192,9 @@ def _warnings(task: PlanTask) -> list[str]:
     if batch and total >= USUAL_BATCH_PARAMS and not small / 2 <= batch <= large * 2:
         usual = f"{print_tokens(small)} to {print_tokens(large)} of recent large trainings"
         warnings.append(f"a batch of {print_tokens(batch)} tokens is far outside the {usual}")
+    steps = recipe.train.steps
+    tokens = recipe.data.tokens if steps is None else steps * batch
+    warnings += tokens_beyond(tokens, task.model.params.total)
     if recipe.model.assumed:
         warnings.append(f"assumed by the recipe's author: model.{', model.'.join(recipe.model.assumed)}")
     sources = {key: source for key, source in {**device.sources, **cluster.sources}.items() if key in DECISIVE}

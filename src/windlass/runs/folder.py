@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from windlass.files import (
     write_atomic,
     write_json,
 )
-from windlass.runs.events import Event, LayoutChanged, RecipeChanged, parse_event
+from windlass.runs.events import Event, LayoutChanged, ProcessStart, RecipeChanged, parse_event
 from windlass.runs.faults import FaultRecord, parse_fault
 from windlass.runs.lock import holder
 from windlass.runs.metrics import MetricsLine
@@ -159,14 +161,16 @@ def open_run(path: Path | str) -> Run:
     for candidate in (wanted, Path("runs") / wanted):
         if (candidate / "config.json").is_file():
             return Run(candidate)
-    names = [p.parent.name for p in Path("runs").glob("*/config.json")]
-    near = get_close_matches(wanted.name, names, n=3, cutoff=0.3) or sorted(names)[:5]
+    names = sorted(p.parent.name for p in Path("runs").glob("*/config.json"))
+    near = get_close_matches(wanted.name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint += f"`ls runs` lists all {len(names)} run{'s' if len(names) > 1 else ''}, `windlass dash` shows them"
     raise RunError(
         "runs.not-a-run-folder",
         f"{wanted} " + ("is not a run folder (no config.json)" if wanted.exists() else "does not exist"),
-        hint=f"runs here: {', '.join(near)}"
-        if near
-        else "`windlass train RECIPE` makes one, by default in runs/<name>",
+        hint=hint
+        if names
+        else f"there is no run in {Path('runs').resolve()}; `windlass train RECIPE` makes one, by default in runs/<name>",
     )
 
 
@@ -196,25 +200,7 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     the layout: the recipe or the planner.
     """
     run = Run(Path(path))
-    old = read_json(run.config_file)
-    changes: list[Event] = []
-    files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
-    has_traces = any(file.exists() for file in files)
-    if old is not None and not has_traces and holder(run.lock_file) is None:
-        # Its start was refused, and the user tries again with a corrected recipe.
-        run.plan_file.unlink(missing_ok=True)
-    elif old is not None:
-        changes = accepted_changes(run, run.recipe(), loaded.recipe)
-    elif run.config_file.is_file():
-        changes = [_replaced_config(run, loaded.recipe)]
-    elif run.path.is_dir():
-        other = [p.name for p in run.path.iterdir() if p.name not in _LEFTOVERS and not p.name.startswith(".")]
-        if other:
-            raise RunError(
-                "runs.folder-not-empty",
-                f"{run.path} is not a run folder and holds other files ({', '.join(sorted(other)[:3])})",
-                hint="choose an empty or new folder with --run",
-            )
+    changes = check_run_folder(run, loaded.recipe)
     try:
         for folder in (run.path, run.ranks, run.checkpoints, run.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -224,6 +210,8 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
             f"the run folder {run.path} cannot be made: {error.strerror}",
             hint="choose a folder you may write to with --run",
         ) from None
+    if not has_begun(run):
+        run.plan_file.unlink(missing_ok=True)
     write_atomic(run.recipe_file, loaded.text)
     phase = {"name": "main", "steps": loaded.recipe.train.steps, "tokens": loaded.recipe.data.tokens}
     resolved = {"layout_from": layout_from, "phases": [phase]}
@@ -231,6 +219,50 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     for event in changes:
         run.record(event)
     return run
+
+
+def has_begun(run: Run) -> bool:
+    """Whether a start or a job of this run has left anything; a folder without is that of a start that was refused."""
+    files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
+    return any(file.exists() for file in files) or holder(run.lock_file) is not None
+
+
+def discard_unstarted(run: Run) -> None:
+    """Remove what a start has written that failed before its first event, so that no list shows a run that never was.
+    Other files of the folder stay."""
+    if not run.path.is_dir() or any(run.events(ProcessStart)) or run.metrics_file.exists() or run.jobs_file.exists():
+        return
+    if any(run.checkpoints.glob("*")) or holder(run.lock_file) is not None:
+        return
+    names = (run.config_file, run.events_file, run.store_file, run.manifest_file, run.energy_file)
+    for name in (_LEFTOVERS - {"data"}) | {path.name for path in names}:
+        path = run.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it holds other files, or was never made
+        run.path.rmdir()
+
+
+def check_run_folder(run: Run, recipe: Recipe) -> list[Event]:
+    """The changes that a start with this recipe would record; RunError where it may not use the folder. Writes
+    nothing."""
+    if read_json(run.config_file) is not None:
+        return accepted_changes(run, run.recipe(), recipe) if has_begun(run) else []
+    if run.config_file.is_file():
+        return [_replaced_config(run, recipe)]
+    other = [p.name for p in run.path.iterdir()] if run.path.is_dir() else []
+    other = sorted(name for name in other if name not in _LEFTOVERS and not name.startswith("."))
+    if other or (run.path.exists() and not run.path.is_dir()):
+        raise RunError(
+            "runs.folder-not-empty",
+            f"{run.path} is not a run folder and holds other files ({', '.join(other[:3])})"
+            if other
+            else f"{run.path} is a file, not a folder",
+            hint="choose an empty or new folder with --run",
+        )
+    return []
 
 
 def _replaced_config(run: Run, recipe: Recipe) -> Event:

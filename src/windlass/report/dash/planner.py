@@ -15,7 +15,7 @@ from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
 from windlass.planner.changes import nothing_fits
 from windlass.planner.page import carbon, number, stacked
 from windlass.planner.record import plan_json
-from windlass.planner.search import search
+from windlass.planner.search import RANKING, search
 from windlass.planner.task import make_task
 from windlass.report.tables import percent
 from windlass.units import print_tokens
@@ -127,6 +127,7 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
         ],
         right=(1, 2, 3, 4, 5, 6),
         strong=(0,),
+        caption=RANKING,
     )  # fmt: skip
     return {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}, [
         Section("", (_cards(rows[0], layouts[0], q), *(Note(w, "warning") for w in task.warnings)), id="best"),
@@ -146,7 +147,7 @@ def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:
     amount, unit = (number(allocation["amount"], 0), allocation["unit"]) if allocation else ("unknown", "allocation")
     return Cards((
         Card(f"{best['days']:,.1f} days", "to train", note),
-        Card(layout, "fastest layout", speed),
+        Card(layout, "preferred layout", speed),
         Card(percent(best["mfu"]), "MFU", str(best["mfu_denominator"])),
         Card(f"{best['memory_gib']:.0f} GiB", "memory", f"of {best['memory_limit_gib']:.0f} GiB"),
         Card(energy, "energy", f"PUE {best['pue']:g}"),
