@@ -11,11 +11,12 @@ from pathlib import PurePath
 from typing import Any
 
 from windlass.config.secret import redact_text
+from windlass.energy.totals import print_energy
 from windlass.figures import DataTable, Item, Note, Section
 from windlass.report.collect import RunSummary
-from windlass.report.tables import energy_card, number, percent, rate, when
+from windlass.report.tables import figure, progress, when
 from windlass.runs.events import known_float
-from windlass.units import print_tokens
+from windlass.units import print_share, print_tokens
 
 Source = dict[str, Any]
 ASK = "to be written by the provider"
@@ -93,7 +94,7 @@ def data_section(summary: RunSummary) -> Section:
                 *(field(source, *names) for names in keys),
                 print_tokens(known_float(source.get("tokens"))),
                 f"{documents:,}" if isinstance(documents, int) else "unknown",
-                percent(known_float(weight), "by size"),
+                print_share(known_float(weight), "by size"),
             )
         )
     if not rows:
@@ -111,24 +112,25 @@ def data_section(summary: RunSummary) -> Section:
 def model_card(s: RunSummary) -> Section:
     m, sources = s.manifest, data_sources(s)
     packages: dict[str, Any] = m["packages"] if isinstance(m.get("packages"), dict) else {}
-    used, basis = energy_card(s.energy)
-    target = f" of {print_tokens(s.target_tokens)} planned" if s.target_tokens else ""
+    used, basis = print_energy(s.energy)
     software = f"windlass {m.get('windlass', 'unknown')} at {m.get('commit') or 'unknown commit'}"
     rows = [
         ("name", s.name),
         ("kind", f"causal language model ({s.model})"),
-        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("parameters", figure(s, "parameters")),
         ("context length", f"{s.recipe.get('data', {}).get('seq_len', 'unknown')} tokens"),
-        ("trained on", f"{print_tokens(s.tokens)} tokens{target}"),
+        ("trained on", f"{progress(s)} tokens planned" if s.target_tokens else f"{progress(s)} tokens"),
         ("training data", ", ".join(field(x, "name") for x in sources) or "no ledger"),
         ("languages", ", ".join(_stated(sources, *LANGUAGES)) or NOT_STATED),
         ("licences of the data", ", ".join(_stated(sources, *LICENCES)) or NOT_STATED),
-        ("final training loss", number(s.loss)),
-        ("validation loss", number(s.val_loss)),
+        ("final training loss", figure(s, "training loss")),
+        ("validation loss", figure(s, "validation loss")),
         ("evaluation", f"{len(s.evaluations)} records in eval.jsonl" if s.evaluations else "none recorded"),
         ("hardware", f"{s.world_size or 'unknown number of'} x {s.device or 'unknown device'} on {s.cluster}"),
-        ("throughput", rate(s.tokens_per_second)),
+        ("throughput", figure(s, "throughput")),
+        ("compute", figure(s, "node-hours")),
         ("energy", f"{used} ({basis})"),
+        ("CO2e, location-based", figure(s, "CO2e, location-based")),
         ("software", f"{software}, torch {packages.get('torch', 'unknown')}"),
         ("trained between", f"{when(s.started_at)} and {when(s.updated_at)}"),
         ("intended use, limits, risks", ASK),

@@ -11,6 +11,7 @@ import numpy as np
 from windlass.config.secret import redact_text
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
+from windlass.energy.totals import print_energy
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Mark, Note, Section, bars, line, points
 from windlass.profile.view import run_sections
@@ -21,24 +22,25 @@ from windlass.report.redact import redact
 from windlass.report.tables import (
     checkpoint_table,
     counted,
-    energy_card,
     energy_rows,
-    goodput,
+    figure,
     kwh,
     life_rows,
     number,
-    percent,
     plan_table,
-    rate,
     segment_table,
     source_table,
     state,
-    watts,
     when,
 )
 from windlass.runs.events import Evaluated, ExpertLoads, LayersMeasured, Resumed, known_float
 from windlass.runs.folder import Run
-from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
+from windlass.units import (
+    WATT_HOURS_FROM,
+    print_bytes,
+    print_seconds,
+    print_tokens,
+)
 
 # (key, title, unit, whether the axis begins at 0, divisor)
 CURVES = (
@@ -94,7 +96,7 @@ def sections(s: RunSummary, columns: Columns) -> list[Section]:
 
 
 def cards(s: RunSummary) -> Cards:
-    used, basis = energy_card(s.energy)
+    used, basis = print_energy(s.energy)
     carbon_note, c = "energy was not measured", s.energy.carbon
     if c is not None:
         grid = c.grid.value
@@ -102,13 +104,13 @@ def cards(s: RunSummary) -> Cards:
     resumes = sum(isinstance(e, Resumed) for e in s.events)
     return Cards((
         Card(state(s), "state", when(s.updated_at)),
-        Card(print_tokens(s.tokens), "tokens", f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""),
-        Card(number(s.loss), "training loss", "median of the last 10 logged steps"),
-        Card(rate(s.tokens_per_second), "throughput", "median of the last 200 logged steps"),
-        Card(percent(s.mfu), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
+        Card(figure(s, "tokens"), "tokens", f"of {figure(s, 'planned tokens')}" if s.target_tokens else ""),
+        Card(figure(s, "training loss"), "training loss", "median of the last 10 logged steps"),
+        Card(figure(s, "throughput"), "throughput", "median of the last 200 logged steps"),
+        Card(figure(s, "MFU"), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
         Card(used, "energy", basis),
-        Card(print_carbon(c.location_kg if c else None), "CO2e, location-based", carbon_note),
-        Card(percent(goodput(s), "not known"), "goodput", counted(resumes, "resume")),
+        Card(figure(s, "CO2e, location-based"), "CO2e, location-based", carbon_note),
+        Card(figure(s, "goodput"), "goodput", counted(resumes, "resume")),
     ))  # fmt: skip
 
 
@@ -127,16 +129,15 @@ def overview(s: RunSummary) -> Section:
     rows = [
         ("run", s.name),
         ("model", s.model),
-        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("parameters", figure(s, "parameters")),
         ("data", f"{source}, sequences of {data.get('seq_len', '?')}, "
          f"batch {print_tokens(data.get('batch_tokens'))} tokens"),
         ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} "
          f"({s.device or 'unknown device'})"),
         ("layout", layout_text(s.layout) or "one device holds everything"),
         ("training period", f"{when(s.started_at)}, {when(s.updated_at)}"),
-        ("step", "none yet" if s.step is None else f"{s.step:,}"),
-        ("step time", print_seconds(s.step_seconds)),
-        ("memory, highest device", print_bytes(s.memory_bytes)),
+        ("step", "none yet" if s.step is None else figure(s, "step")),
+        *((name, figure(s, name)) for name in ("step time", "throughput per device", "memory, highest device")),
         ("slowest rank", "unknown" if s.slowest_rank is None else behind),
     ]  # fmt: skip
     return Section("Overview", (DataTable(("", ""), [(k, redact_text(v)) for k, v in rows]),), id="what")
@@ -304,7 +305,7 @@ def plan_sections(s: RunSummary) -> list[Section]:
 def evaluation(s: RunSummary) -> Section:
     items: list[Item] = []
     if s.val_loss is not None:
-        items.append(Note(f"Validation loss {number(s.val_loss)} nats per token."))
+        items.append(Note(f"Validation loss {figure(s, 'validation loss')} nats per token."))
     items += _by_source([e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None])
     # One row per task, group and metric: the newest, because a run is evaluated again as it goes on.
     names = ("task", "group", "metric")
@@ -444,14 +445,10 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         (
             label,
             state(s),
-            print_tokens(s.tokens),
-            number(s.loss),
-            rate(s.tokens_per_second),
-            percent(s.mfu),
-            print_bytes(s.memory_bytes),
-            energy_card(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
-            print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None),
-            watts(s.energy.mean_watts),
+            *(figure(s, name) for name in ("tokens", "training loss", "throughput", "MFU", "memory, highest device")),
+            print_energy(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
+            figure(s, "CO2e, location-based"),
+            figure(s, "mean power"),
         )
         for s, label in zip(summaries, labels, strict=True)
     ]
