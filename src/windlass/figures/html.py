@@ -62,7 +62,8 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
     for section in sections:
         anchor = f' id="{escape(section.id, quote=True)}"' if section.id else ""
         heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-        body += f"<section{anchor}>{heading}\n" + "\n".join(map(_item, section.items)) + "\n</section>\n"
+        kind = ' class="page"' if section.is_page else ""
+        body += f"<section{anchor}{kind}>{heading}\n" + "\n".join(map(_item, section.items)) + "\n</section>\n"
     if any(isinstance(item, Chart | Heat) for section in sections for item in section.items):
         from plotly.offline import get_plotlyjs
 

@@ -196,7 +196,7 @@ def collect(
         evaluations=[] if brief else clean(list(read_json_lines(run.eval_file))),
         data={} if brief else clean(_data(run, recipe)),
         manifest=manifest,
-        plan_rows=_plan_rows(predicted, measured, energy, plan.get("device"), status),
+        plan_rows=_plan_rows(predicted, measured, history.node_hours, energy, plan.get("device"), status),
         lines=len(columns),
         **stated,
         **asdict(measured),
@@ -291,19 +291,27 @@ def _ledger(path: Path, stamps: FileStamps) -> Ledger:
 
 
 def _plan_rows(
-    predicted: Mapping[str, float], measured: Measured, energy: RunEnergy, device: object, status: str
+    predicted: Mapping[str, float],
+    measured: Measured,
+    node_hours: float | None,
+    energy: RunEnergy,
+    device: object,
+    status: str,
 ) -> list[tuple[str, float | None, float | None]]:
     # A run logs the allocator's peak on a GPU and the whole process on a CPU: like is compared with like.
     memory = ("peak memory allocated on a device, bytes", "memory_allocated_gib")
     if device == "cpu":
         memory = ("memory of a process, bytes", "memory_gib")
-    # The energy of a part is not comparable with that of the whole run.
-    is_complete = energy.basis == "measured" and status == "finished"
+    # The energy of a part, of the run or of its nodes, is not comparable with that of the whole run.
+    ledger = energy.ledger
+    all_nodes = ledger.nodes_measured >= (ledger.nodes_expected or 1)
+    is_complete = energy.basis == "measured" and status == "finished" and all_nodes
     rows = (
         ("tokens/s", "tokens_per_second", 1.0, measured.tokens_per_second),
         ("MFU", "mfu", 1.0, measured.mfu),
         ("step, s", "step_seconds", 1.0, measured.step_seconds),
         (*memory, 2.0**30, measured.memory_bytes),
+        ("compute of the whole run, node-hours", "node_hours", 1.0, node_hours if status == "finished" else None),
         ("energy of the whole run, kWh", "mwh", 1e3, energy.carbon.kwh if energy.carbon and is_complete else None),
     )
     return [(title, predicted[key] * scale, value) for title, key, scale, value in rows if key in predicted]

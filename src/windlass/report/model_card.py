@@ -72,7 +72,7 @@ def field(source: Source, *names: str, unknown: str = NOT_STATED) -> str:
     return redact_text(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
 
 
-def _stated(sources: Iterable[Source], *names: str) -> list[str]:
+def stated(sources: Iterable[Source], *names: str) -> list[str]:
     """What the sources state under these keys, each value once."""
     return sorted({field(x, *names) for x in sources} - {NOT_STATED})
 
@@ -121,8 +121,8 @@ def model_card(s: RunSummary) -> Section:
         ("context length", f"{s.recipe.get('data', {}).get('seq_len', 'unknown')} tokens"),
         ("trained on", f"{progress(s)} tokens planned" if s.target_tokens else f"{progress(s)} tokens"),
         ("training data", ", ".join(field(x, "name") for x in sources) or "no ledger"),
-        ("languages", ", ".join(_stated(sources, *LANGUAGES)) or NOT_STATED),
-        ("licences of the data", ", ".join(_stated(sources, *LICENCES)) or NOT_STATED),
+        ("languages", ", ".join(stated(sources, *LANGUAGES)) or NOT_STATED),
+        ("licences of the data", ", ".join(stated(sources, *LICENCES)) or NOT_STATED),
         ("final training loss", figure(s, "training loss")),
         ("validation loss", figure(s, "validation loss")),
         ("evaluation", f"{len(s.evaluations)} records in eval.jsonl" if s.evaluations else "none recorded"),
@@ -158,13 +158,13 @@ def content_summary(summary: RunSummary) -> Section:
         ("1.2 Date of placing on the Union market", ASK),
         ("1.3 Modality", "text"),
         ("1.3 Size of the training data", size),
-        ("1.3 Types of content", ", ".join(_stated(sources, *CONTENT)) or in_ledger),
+        ("1.3 Types of content", ", ".join(stated(sources, *CONTENT)) or in_ledger),
         ("1.3 Latest date of acquisition", _latest_date(sources) or in_ledger),
         ("1.3 Trained further on newer data after that date", ASK),
-        ("1.3 Languages", ", ".join(_stated(sources, *LANGUAGES)) or in_ledger),
+        ("1.3 Languages", ", ".join(stated(sources, *LANGUAGES)) or in_ledger),
         ("1.3 Other characteristics of the data", ASK),
     ]  # fmt: skip
-    steps = _stated(sources, "filters", "processing", "filtering")
+    steps = stated(sources, "filters", "processing", "filtering")
     settings = summary.data.get("settings")
     if isinstance(settings, dict) and "dedup" in settings:
         steps.append("exact duplicates removed" if settings["dedup"] == "exact" else "duplicates not looked for")

@@ -17,6 +17,7 @@ from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Ma
 from windlass.profile.view import run_sections
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary
 from windlass.report.columns import Columns, step_of, thin
+from windlass.report.funder import funder_items
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact
 from windlass.report.tables import (
@@ -77,7 +78,12 @@ def sections(s: RunSummary, columns: Columns) -> list[Section]:
         profiled = [Section("Profile", (Note(f"The trace cannot be read: {error.message}", "warning"),), id="profile")]
     notes = (Note(text, "warning") for text in warnings if text)
     return [
-        Section("", (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *notes), id="top"),
+        Section(
+            "",
+            (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *notes, *funder_items(s)),
+            id="top",
+            is_page=True,
+        ),
         overview(s),
         Section("Training", tuple(curves(s, columns)), id="training"),
         life(s, columns),

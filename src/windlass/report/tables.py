@@ -222,18 +222,21 @@ def checkpoint_table(summary: RunSummary) -> DataTable:
 
 
 PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
+    "tokens/s": lambda value: print_rate(value).removesuffix(" tokens/s"),
+    "MFU": lambda value: print_share(value, "not measured"),
     "bytes": print_bytes,
     "kWh": lambda value: kwh(value, "not measured"),
+    "node-hours": print_node_hours,
     "s": lambda value: "not measured" if value is None else print_seconds(value),
 }
 
 
-def plan_table(rows: Sequence[tuple[str, float | None, float | None]]) -> DataTable:
-    """Each row's name carries its unit after a comma."""
+def plan_table(rows: Sequence[tuple[str, float | None, float | None]], heading: str = "") -> DataTable:
+    """A row's name has its unit after a comma, or is one itself."""
     texts = []
     for title, predicted, measured in rows:
         error = f"{100 * (measured / predicted - 1):+.1f} %" if predicted and measured is not None else ""
         name, _, unit = title.partition(", ")
-        show = PLAN_UNITS.get(unit, number)
+        show = PLAN_UNITS.get(unit or title, number)
         texts.append((name, show(predicted), show(measured), error))
-    return DataTable(("", "predicted", "measured", "error"), texts, right=(1, 2, 3))
+    return DataTable((heading, "predicted", "measured", "error"), texts, right=(1, 2, 3))
