@@ -9,7 +9,7 @@ from windlass.energy.carbon import Factor
 from windlass.energy.totals import print_energy
 from windlass.figures import DataTable, Item, Note
 from windlass.report.collect import RunSummary
-from windlass.report.model_card import LANGUAGES, data_sources, stated
+from windlass.report.model_card import LANGUAGES, base_model, data_sources, stated
 from windlass.report.tables import counted, figure, number, plan_table, progress, when
 from windlass.runs.events import Evaluated, known_float
 from windlass.units import print_node_hours, print_seconds, print_share
@@ -47,7 +47,7 @@ def _project_rows(s: RunSummary) -> list[tuple[str, str, str]]:
     allocation, used = known_float(launch.get("budget_node_hours")), figure(s, "node-hours")
     share = f" ({print_share(s.node_hours / allocation)})" if allocation and s.node_hours is not None else ""
     attempts = counted(len(s.life.segments), "attempt") if s.life and s.life.segments else "attempts not known"
-    begins_from = project.get("base_model") or _table(s, "save").get("load")
+    begins_from = base_model(s)
     origin = f"continued from {begins_from}" if begins_from else "from random weights" if s.recipe else NOT_KNOWN
     languages = ", ".join(stated(data_sources(s), *LANGUAGES)) or NOT_KNOWN
     return [

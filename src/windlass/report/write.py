@@ -8,10 +8,11 @@ from typing import Any
 
 import windlass
 from windlass.figures import Cards, Chart, DataTable, Heat, Note, Section, page, save_page, save_picture
-from windlass.report.collect import collect
+from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
+from windlass.report.model_card import content_summary, data_section, front_matter, model_card, usage
 from windlass.report.redact import publishable, redact
-from windlass.report.sections import joined, sections, together
+from windlass.report.sections import evaluation, joined, sections, together
 from windlass.report.sweeps import SweepView
 from windlass.report.tables import counted, when
 from windlass.runs.folder import Run
@@ -92,6 +93,13 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
     return save_page(path or run.report_file, html_report([run]))
+
+
+def hub_readme(summary: RunSummary, library: str) -> str:
+    """README.md of an exported folder: what the Hugging Face Hub reads, then usage, model card and training data."""
+    chapters = [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
+    title, _, card = markdown(summary.name, publishable(chapters)).partition("\n\n")
+    return f"{front_matter(summary, library)}{title}\n\n{usage(summary, library)}\n{card}"
 
 
 def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
