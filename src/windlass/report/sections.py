@@ -10,7 +10,7 @@ import numpy as np
 
 from windlass.config.secret import redact_text
 from windlass.energy.carbon import print_carbon
-from windlass.energy.measure import SCOPES
+from windlass.energy.measure import SCOPES, sum_or_unknown
 from windlass.energy.totals import print_energy
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Mark, Note, Section, bars, line, points
@@ -39,6 +39,7 @@ from windlass.runs.folder import Run
 from windlass.units import (
     WATT_HOURS_FROM,
     print_bytes,
+    print_node_hours,
     print_seconds,
     print_tokens,
 )
@@ -440,6 +441,7 @@ def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
         "runs": len(runs),
         "copies": len(summaries) - len(runs),
         "tokens": sum(s.tokens for s in runs if s.tokens is not None),
+        "node_hours": sum_or_unknown(s.node_hours for s in runs),
         "runs_measured": len(measured),
         **{key: total(key) for key in ("it_kwh", "kwh", "location_kg")},
     }
@@ -465,7 +467,7 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
         measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
         text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
-    text += f" Tokens together: {print_tokens(sums['tokens'])}."
+    text += f" Tokens together: {print_tokens(sums['tokens'])}; compute: {print_node_hours(sums['node_hours'])}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
