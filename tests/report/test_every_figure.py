@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import shutil
@@ -19,7 +18,8 @@ from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.points import make_points
 from windlass.launch.sweep.results import collect_rows, page_sections, write_tables
 from windlass.report.collect import collect
-from windlass.report.dash.server import make_server, serve_in_background
+from windlass.report.dash.api import answer
+from windlass.report.dash.store import Folder
 from windlass.report.tables import FIGURES, figure
 from windlass.runs.events import Evaluated
 from windlass.runs.folder import Run
@@ -62,17 +62,9 @@ def windlass(*argv: str) -> str:
     return result.stdout
 
 
-def dash_page(run: Run) -> dict:
-    server = make_server(run.path)
-    serve_in_background(server)
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-        path = f"/api/run?id={server.folder.views()[0].id}"
-        connection.request("GET", path, headers={"Cookie": f"{server.cookie}={server.token}"})
-        return json.loads(connection.getresponse().read())
-    finally:
-        server.shutdown()
-        server.server_close()
+def dash(run: Run, path: str) -> dict:
+    folder = Folder(run.path)
+    return answer(folder, path, {"id": [folder.views()[0].id]})
 
 
 def sweep_columns(run: Run, path) -> str:
@@ -134,7 +126,7 @@ def views(run, tmp_path_factory) -> dict[str, str]:
     card = windlass("report", str(run.path), "--markdown").split("## Model card")[1].split("\n## ")[0]
     return {
         "report": lines_of_html(html),
-        "dash": lines_of_page(dash_page(run)),
+        "dash": lines_of_page(dash(run, "run")),
         "watch": windlass("watch", str(run.path), "--once"),
         "compare": windlass("compare", str(run.path), str(run.path)),
         "card": card.replace("| ", "").replace("\\", ""),
@@ -173,6 +165,15 @@ def test_json_has_the_numbers_behind_the_texts(run, command):
         assert show(number) == figure(summary, name), name
 
 
+def test_the_dashboards_list_has_the_texts(run):
+    row, summary = dash(run, "runs")["runs"][0], collect(run)
+    names = {"loss": "training loss", "tokens_per_second": "throughput", "mfu": "MFU", "node_hours": "node-hours"}
+    for key, name in names.items():
+        assert row["texts"][key] == figure(summary, name).removesuffix(" tokens/s")
+    assert (row["texts"]["tokens"], row["texts"]["goodput"]) == ("39.32M of 40M", "67.7 %")
+    assert row["energy"] == figure(summary, "energy with PUE") and row["node_hours"] == summary.node_hours
+
+
 def test_compare_and_sweep_have_the_same_numbers(run, tmp_path):
     compared = json.loads(windlass("compare", str(run.path), str(run.path), "--json"))["runs"]["performance"][0]
     sweep_columns(run, tmp_path)
@@ -194,7 +195,7 @@ def test_modelled_energy_is_modelled_in_every_view(tmp_path):
     assert re.search(rf"energy\s+{text} \(modelled", windlass("compare", str(run.path), str(run.path)))
     markdown = windlass("report", str(run.path), "--markdown")
     assert f"| energy | {text} (modelled; with PUE) |" in markdown and f"**energy**: {text} (modelled" in markdown
-    assert f"energy: {text} modelled" in lines_of_page(dash_page(run))
+    assert f"energy: {text} modelled" in lines_of_page(dash(run, "run"))
     sweep_columns(run, tmp_path)
     row = json.loads((tmp_path / "one" / "results.json").read_text())["rows"][0]
     assert (row["energy_joules"], row["modelled_joules"]) == (None, 640_000.0)

@@ -204,7 +204,7 @@ def _show_dry(
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
-    columns = ("point", "prediction", "memory", "needed", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
+    columns = ("point", "prediction", "memory", "needed", "oom", "per device", "MFU", "time", "node-h", "kWh")
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
         charged = total.units is not None and total.unit not in ("", "hour")
@@ -220,7 +220,7 @@ def _show_dry(
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
-        "memory: peak that the run will log. needed: what must fit, with the allocator's reserve.",
+        "memory: peak that the run will log. needed: what must fit, with the allocator's reserve. per device: tokens/s.",
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
         *scripts,
         *warnings,

@@ -1,7 +1,7 @@
 """The tables of the report's first page, for those who paid: project, compute, energy, emissions, outcome, incidents and
 plan. It prints on one A4 page, so that every text and list has a largest length; what is unknown is "not known"."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.config.secret import redact_text
@@ -12,7 +12,7 @@ from windlass.report.collect import RunSummary
 from windlass.report.model_card import LANGUAGES, base_model, data_sources, stated
 from windlass.report.tables import counted, figure, number, plan_table, progress, when
 from windlass.runs.events import Evaluated, known_float
-from windlass.units import print_node_hours, print_seconds, print_share
+from windlass.units import print_node_hours, print_seconds, print_share, print_tokens
 
 NOT_KNOWN = "not known"
 # In characters: at most three lines of the summary, two of a language.
@@ -26,13 +26,28 @@ PROJECT_KEYS = {"id": "project", "grant": "grant", "funder": "funder"}
 
 
 def funder_items(s: RunSummary) -> list[Item]:
-    rows = [
-        (title, clip(value, MAX_VALUE), clip(details, MAX_DETAILS))
-        for title, value, details in (*_project_rows(s), *_energy_rows(s), _incidents(s))
-    ]
-    items: list[Item] = [DataTable(("summary", "", "basis and details"), rows, unbroken=(0,)), *_by_language(s)]
+    """Of one run."""
+    attempts = counted(len(s.life.segments), "attempt") if s.life and s.life.segments else "attempts not known"
+    begins_from = base_model(s)
+    origin = f"continued from {begins_from}" if begins_from else "from random weights" if s.recipe else NOT_KNOWN
+    languages = ", ".join(stated(data_sources(s), *LANGUAGES)) or NOT_KNOWN
+    summary = _table(
+        _project_row([s]),
+        ("trained", s.name, f"{s.model}; {_or_not_known(figure(s, 'parameters'))} parameters, {origin}"),
+        ("data", f"{_or_not_known(progress(s))} tokens", f"languages: {languages}"),
+        ("where and when", f"{s.cluster}, {counted(s.nodes, 'node')}", f"{when(s.started_at)} to {when(s.updated_at)}"),
+        _compute_row([s], s.node_hours, attempts),
+        *_energy_rows(s),
+        _incidents(s),
+    )
     plan = plan_table(s.plan_rows, "predicted by the plan") if s.plan_rows else Note("Plan: not known (no plan.json).")
-    return [*items, plan]
+    return [summary, *_by_language(s), plan]
+
+
+def joint_items(runs: Sequence[RunSummary], sums: Mapping[str, float | int | None]) -> list[Item]:
+    """Of several runs, whose sums are given: project and allocation where all runs state the same."""
+    count, tokens = counted(int(sums["runs"] or 0), "run"), f"{print_tokens(sums['tokens'])} tokens"
+    return [_table(_project_row(runs), ("trained", tokens, count), _compute_row(runs, sums["node_hours"], count))]
 
 
 def clip(text: str, length: int) -> str:
@@ -40,29 +55,32 @@ def clip(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1].rstrip() + "…"
 
 
-def _project_rows(s: RunSummary) -> list[tuple[str, str, str]]:
-    project, launch = (_table(s, key) for key in ("project", "launch"))
-    ids = [f"{name} {project[key]}" for key, name in PROJECT_KEYS.items() if project.get(key)]
-    ids += [f"account {launch['account']}"] if launch.get("account") else []
-    allocation, used = known_float(launch.get("budget_node_hours")), figure(s, "node-hours")
-    share = f" ({print_share(s.node_hours / allocation)})" if allocation and s.node_hours is not None else ""
-    attempts = counted(len(s.life.segments), "attempt") if s.life and s.life.segments else "attempts not known"
-    begins_from = base_model(s)
-    origin = f"continued from {begins_from}" if begins_from else "from random weights" if s.recipe else NOT_KNOWN
-    languages = ", ".join(stated(data_sources(s), *LANGUAGES)) or NOT_KNOWN
-    return [
-        ("project", str(project.get("title") or NOT_KNOWN), "; ".join(ids) or "grant and project numbers not known"),
-        ("trained", s.name, f"{s.model}; {_or_not_known(figure(s, 'parameters'))} parameters, {origin}"),
-        ("data", f"{_or_not_known(progress(s))} tokens", f"languages: {languages}"),
-        ("where and when", f"{s.cluster}, {counted(s.nodes, 'node')}", f"{when(s.started_at)} to {when(s.updated_at)}"),
-        (
-            "compute",
-            used,
-            f"of {print_node_hours(allocation)} allocated{share}; {attempts}"
-            if allocation
-            else f"allocation not known; {attempts}",
-        ),
-    ]
+def _table(*rows: tuple[str, str, str]) -> DataTable:
+    texts = [(title, clip(value, MAX_VALUE), clip(details, MAX_DETAILS)) for title, value, details in rows]
+    return DataTable(("summary", "", "basis and details"), texts, unbroken=(0,))
+
+
+def _stated(runs: Sequence[RunSummary], table: str, key: str) -> Any:
+    """What all runs state under this key of their recipes; None where they differ or say nothing."""
+    values = [(run.recipe.get(table) or {}).get(key) for run in runs]
+    return values[0] if values and all(value == values[0] for value in values) else None
+
+
+def _project_row(runs: Sequence[RunSummary]) -> tuple[str, str, str]:
+    numbers = [(name, _stated(runs, "project", key)) for key, name in PROJECT_KEYS.items()]
+    numbers.append(("account", _stated(runs, "launch", "account")))
+    listed = "; ".join(f"{name} {value}" for name, value in numbers if value)
+    title = _stated(runs, "project", "title") or NOT_KNOWN
+    return ("project", str(title), listed or "grant and project numbers not known")
+
+
+def _compute_row(runs: Sequence[RunSummary], node_hours: float | None, parts: str) -> tuple[str, str, str]:
+    allocation, share = known_float(_stated(runs, "launch", "budget_node_hours")), ""
+    if not allocation:
+        return ("compute", print_node_hours(node_hours), f"allocation not known; {parts}")
+    if node_hours is not None:
+        share = f" ({print_share(node_hours / allocation)})"
+    return ("compute", print_node_hours(node_hours), f"of {print_node_hours(allocation)} allocated{share}; {parts}")
 
 
 def _energy_rows(s: RunSummary) -> list[tuple[str, str, str]]:
@@ -126,11 +144,6 @@ def _by_language(s: RunSummary) -> list[Item]:
     caption = f"{counted(left_out, 'more language')} below, under Evaluation." if left_out > 0 else ""
     columns = ("outcome by language", "validation loss", "bits per byte", "evaluations")
     return [DataTable(columns, rows[:MAX_LANGUAGES], right=(1, 2), caption=caption)]
-
-
-def _table(s: RunSummary, name: str) -> Mapping[str, Any]:
-    value = s.recipe.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _or_not_known(text: str) -> str:

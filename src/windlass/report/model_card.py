@@ -222,10 +222,6 @@ def content_summary(summary: RunSummary) -> Section:
     if tokens is not None:
         name = next((text for limit, text in TOKEN_RANGES if tokens < limit), "more than 10 trillion tokens")
         size = f"{name} ({print_tokens(tokens)} trained on)"
-    origin = (
-        "Follows the European Commission's template for the public summary of training content (AI Act, Article "
-        "53(1)(d)), filled from the data ledger."
-    )
     general = [
         ("1.1 Provider: name and contact", ASK),
         ("1.1 Authorised representative in the Union, where there is one", ASK),

@@ -17,7 +17,7 @@ from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Ma
 from windlass.profile.view import run_sections
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary
 from windlass.report.columns import Columns, step_of, thin
-from windlass.report.funder import funder_items
+from windlass.report.funder import funder_items, joint_items
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact
 from windlass.report.tables import (
@@ -39,7 +39,6 @@ from windlass.runs.folder import Run
 from windlass.units import (
     WATT_HOURS_FROM,
     print_bytes,
-    print_node_hours,
     print_seconds,
     print_tokens,
 )
@@ -467,9 +466,9 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
         measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
         text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
-    text += f" Tokens together: {print_tokens(sums['tokens'])}; compute: {print_node_hours(sums['node_hours'])}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
     table = DataTable(columns, rows, right=tuple(range(2, 10)))
-    return [Section(counted(len(summaries), "run"), (table, Note(text)), id="all")]
+    items = (*joint_items(summaries, sums), table, Note(text))
+    return [Section(counted(len(summaries), "run"), items, id="all", is_page=True)]
