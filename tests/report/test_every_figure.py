@@ -192,7 +192,7 @@ def test_modelled_energy_is_modelled_in_every_view(tmp_path):
     run.energy_file.write_text("".join(json.dumps(x) + "\n" for x in lines if x.get("method") in (None, "modelled")))
     text = "211.56 Wh"  # 640 kJ x PUE 1.19
     assert re.search(rf"energy\s+{text}, modelled", windlass("watch", str(run.path), "--once"))
-    assert re.search(rf"energy\s+{text} \(modelled", windlass("compare", str(run.path), str(run.path)))
+    assert re.search(rf"energy\s+{text}, modelled", windlass("compare", str(run.path), str(run.path)))
     markdown = windlass("report", str(run.path), "--markdown")
     assert f"| energy | {text} (modelled; with PUE) |" in markdown and f"**energy**: {text} (modelled" in markdown
     assert f"energy: {text} modelled" in lines_of_page(dash(run, "run"))

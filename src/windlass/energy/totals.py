@@ -65,3 +65,9 @@ def print_energy(energy: RunEnergy) -> tuple[str, str]:
     if facility is None:
         return print_joules(energy.carbon.it_kwh * 3.6e6), f"{basis}; PUE unknown, IT only"
     return print_joules(facility * 3.6e6), f"{basis}; with PUE"
+
+
+def print_energy_basis(energy: RunEnergy) -> str:
+    """`363.61 Wh, measured`: the value of `print_energy` where there is little room."""
+    used, note = print_energy(energy)
+    return used if energy.carbon is None else f"{used}, {note.split(';')[0]}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from windlass.energy.totals import print_energy
+from windlass.energy.totals import print_energy_basis
 from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
 from windlass.profile.captures import find_target
 from windlass.profile.compare import (
@@ -434,7 +434,7 @@ def performance_table(rows: Sequence[RunPerformance]) -> DataTable:
         "training loss": lambda p: NOT_MEASURED if p.final_loss is None else print_figure(p.final_loss, 4),
         "goodput": lambda p: print_share(p.goodput, "not known"),
         "node-hours": lambda p: print_node_hours(p.node_hours),
-        "energy": lambda p: "{} ({})".format(*print_energy(p.energy)),
+        "energy": lambda p: print_energy_basis(p.energy),
         "energy per token": lambda p: print_joules(p.joules_per_token),
         "mean power": lambda p: print_watts(p.watts),
     }

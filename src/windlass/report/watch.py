@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from windlass.energy.totals import print_energy
+from windlass.energy.totals import print_energy_basis
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary, collect, sample_columns
 from windlass.report.columns import LONG_FILE_BYTES, Columns
 from windlass.report.tables import counted, figure, number, progress, silence, state
@@ -65,7 +65,6 @@ def band(values: Numbers, last: int = 50) -> str:
 
 def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
     saves = [e.time for e in s.events if isinstance(e, Saved) and e.time is not None]
-    used, basis = print_energy(s.energy)
     status = state(s, now)
     return [
         ("recent loss", figure(s, "training loss")),
@@ -79,7 +78,7 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
         ("memory", figure(s, "memory, highest device")),
         ("utilisation", band(columns.get("utilization"))),
         ("power", print_watts(s.watts)),
-        ("energy", used if s.energy.carbon is None else f"{used}, {basis.split(';')[0]}"),
+        ("energy", print_energy_basis(s.energy)),
         ("last save", f"{print_seconds(max(0.0, now - saves[-1]))} ago" if saves else "none yet"),
         (
             "slowest",
