@@ -69,6 +69,8 @@ def test_a_run_that_lacks_everything_says_so(run, has_recipe):
         run.config_file.write_text('{"name": "x"}')
     page, text = rows(run), markdown_report([run]).split("## Overview")[0]
     assert {page[key][0] for key in ("project", "energy", "CO2e", "incidents")} == {"not known"}
+    assert page["where and when"][1] == "dates not known"
+    assert "resume" not in text and "peak" not in text  # nothing is known of either
     assert page["compute"] == ("not known", "allocation not known; attempts not known")
     assert "Outcome by language: not known." in text and "Plan: not known" in text
     assert page["trained"][1].endswith("from random weights" if has_recipe else "not known")

@@ -10,7 +10,7 @@ from windlass.energy.totals import print_energy
 from windlass.figures import DataTable, Item, Note
 from windlass.report.collect import RunSummary
 from windlass.report.model_card import LANGUAGES, base_model, data_sources, stated
-from windlass.report.tables import counted, figure, number, plan_table, progress, when
+from windlass.report.tables import counted, figure, number, period, plan_table, progress
 from windlass.runs.events import Evaluated, known_float
 from windlass.units import print_node_hours, print_seconds, print_share, print_tokens
 
@@ -35,7 +35,7 @@ def funder_items(s: RunSummary) -> list[Item]:
         _project_row([s]),
         ("trained", s.name, f"{s.model}; {_or_not_known(figure(s, 'parameters'))} parameters, {origin}"),
         ("data", f"{_or_not_known(progress(s))} tokens", f"languages: {languages}"),
-        ("where and when", f"{s.cluster}, {counted(s.nodes, 'node')}", f"{when(s.started_at)} to {when(s.updated_at)}"),
+        ("where and when", f"{s.cluster}, {counted(s.nodes, 'node')}", period(s)),
         _compute_row([s], s.node_hours, attempts),
         *_energy_rows(s),
         _incidents(s),

@@ -28,6 +28,7 @@ from windlass.report.tables import (
     kwh,
     life_rows,
     number,
+    period,
     plan_table,
     segment_table,
     source_table,
@@ -108,15 +109,18 @@ def cards(s: RunSummary) -> Cards:
         grid = c.grid.value
         carbon_note = "grid intensity unknown" if grid is None else f"{s.energy.basis}; {grid:g} g/kWh"
     resumes = sum(isinstance(e, Resumed) for e in s.events)
+    mfu_note = "of the dense bf16 peak"
+    if s.mfu is None:
+        mfu_note = "no step is logged" if s.tokens_per_second is None else "the device's peak is unknown"
     return Cards((
         Card(state(s), "state", when(s.updated_at)),
         Card(figure(s, "tokens"), "tokens", f"of {figure(s, 'planned tokens')}" if s.target_tokens else ""),
         Card(figure(s, "training loss"), "training loss", "median of the last 10 logged steps"),
         Card(figure(s, "throughput"), "throughput", "median of the last 200 logged steps"),
-        Card(figure(s, "MFU"), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
+        Card(figure(s, "MFU"), "MFU", mfu_note),
         Card(used, "energy", basis),
         Card(figure(s, "CO2e, location-based"), "CO2e, location-based", carbon_note),
-        Card(figure(s, "goodput"), "goodput", counted(resumes, "resume")),
+        Card(figure(s, "goodput"), "goodput", counted(resumes, "resume") if s.life else "no start is recorded"),
     ))  # fmt: skip
 
 
@@ -141,7 +145,7 @@ def overview(s: RunSummary) -> Section:
         ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} "
          f"({s.device or 'unknown device'})"),
         ("layout", layout_text(s.layout) or "one device holds everything"),
-        ("training period", f"{when(s.started_at)}, {when(s.updated_at)}"),
+        ("training period", period(s)),
         ("step", "none yet" if s.step is None else figure(s, "step")),
         *((name, figure(s, name)) for name in ("step time", "throughput per device", "memory, highest device")),
         ("slowest rank", "unknown" if s.slowest_rank is None else behind),

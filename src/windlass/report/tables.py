@@ -96,6 +96,13 @@ def progress(summary: RunSummary) -> str:
     return figure(summary, "tokens") + planned
 
 
+def period(summary: RunSummary) -> str:
+    """From the first to the last sign of life."""
+    if summary.started_at is None and summary.updated_at is None:
+        return "dates not known"
+    return f"{when(summary.started_at)} to {when(summary.updated_at)}"
+
+
 def counted(count: int | None, word: str) -> str:
     """`1 node`, `2 nodes`, `? nodes`."""
     return f"{'?' if count is None else count} {word}" + ("" if count == 1 else "s")

@@ -14,7 +14,7 @@ from windlass.report.model_card import content_summary, data_section, front_matt
 from windlass.report.redact import publishable, redact
 from windlass.report.sections import evaluation, joined, sections, together
 from windlass.report.sweeps import SweepView
-from windlass.report.tables import counted, when
+from windlass.report.tables import counted, period
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
@@ -33,8 +33,7 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
     summaries = [collect(run, columns=one) for run, one in zip(runs, columns, strict=True)]
     if len(runs) == 1 and not sweeps:
         s = summaries[0]
-        period = f"{when(s.started_at)} to {when(s.updated_at)}"
-        return s.name, f"{s.model}, on {s.cluster}; {period}", publishable(sections(s, columns[0]))
+        return s.name, f"{s.model}, on {s.cluster}; {period(s)}", publishable(sections(s, columns[0]))
     # The runs' folders, relative to the one that holds them all.
     paths = [run.path.resolve() for run in runs]
     top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
