@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +65,23 @@ def test_events_are_typed_and_the_summary_is_the_reports(path):
     assert run.summary().step == 300
     with pytest.raises(RunError):
         windlass.open_run(path.parent / "none")
+
+
+def test_jupyter_shows_the_reports_figures_and_charts(path, tmp_path, monkeypatch):
+    html = windlass.open_run(path)._repr_html_()
+    for text in ("finished", "104.85k tokens/s", "363.61 Wh", "67.7 %", 'alt="Loss"', 'alt="Throughput"'):
+        assert text in html
+    assert "<script" not in html and html.count("data:image/svg+xml;base64,") == 3 and len(html) < 400_000
+    hostile = tmp_path / "run"
+    shutil.copytree(path, hostile)
+    config = json.loads((hostile / "config.json").read_text())
+    config["model"] |= {"family": "hf", "config": "<img src=x onerror=alert(1)>\x1b[2J"}
+    (hostile / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("windlass.figures.html.find_spec", lambda name: None)
+    html = windlass.open_run(hostile)._repr_html_()
+    assert "&lt;img src=x" in html and "<img" not in html and "\x1b" not in html and "charts need matplotlib" in html
+    (hostile / "metrics.jsonl").unlink()
+    assert "finished" in windlass.open_run(hostile)._repr_html_()
 
 
 def test_a_plan_takes_a_file_or_a_recipe():

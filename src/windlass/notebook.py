@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from windlass.planner import Plan
     from windlass.report.collect import RunSummary
 
+MAX_CHARTS = 3
 PACKAGES = {"pandas": "pandas", "arrow": "pyarrow"}
 
 
@@ -71,6 +72,19 @@ class OpenedRun(folder.Run):
                 hint=f"pip install {PACKAGES[as_]}, or as_='dict'",
             ) from None
         return module.DataFrame(table) if as_ == "pandas" else module.table(table)
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows for a run: the report's key figures and its first charts."""
+        from windlass.figures import Chart, fragment
+        from windlass.report.collect import collect
+        from windlass.report.columns import Columns
+        from windlass.report.sections import cards, curves
+
+        columns = Columns(self.metrics_file)
+        columns.refresh()
+        summary = collect(self, columns=columns)
+        items = [item for item in curves(summary, columns) if isinstance(item, Chart)]
+        return fragment(f"{summary.name}: {summary.model}", [cards(summary), *items[:MAX_CHARTS]])
 
     def summary(self) -> RunSummary:
         """The numbers that `windlass report` shows."""

@@ -126,6 +126,35 @@ def print_bytes(size: float | None, digits: int = 1) -> str:
     return _scaled(size, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")], digits, " ")
 
 
+def print_rate(tokens_per_second: float | None) -> str:
+    """`3,235 tokens/s`, `104.86k tokens/s`."""
+    if tokens_per_second is None:
+        return "not measured"
+    return (
+        f"{print_tokens(tokens_per_second) if tokens_per_second >= 1e5 else format(tokens_per_second, ',.0f')} tokens/s"
+    )
+
+
+def print_share(share: float | None, unknown: str = "unknown") -> str:
+    """0.412 -> `41.2 %`."""
+    return unknown if share is None else f"{100 * share:.1f} %"
+
+
+def print_watts(watts: float | None) -> str:
+    """`870 W`, `2.65 kW`."""
+    if watts is None:
+        return "not measured"
+    for scale, unit in ((1e6, "MW"), (1e3, "kW")):
+        if watts >= 0.9995 * scale:
+            return f"{print_figure(watts / scale)} {unit}"
+    return f"{watts:.0f} W"
+
+
+def print_node_hours(hours: float | None) -> str:
+    """`1.25 node-hours`, `184,320 node-hours`; None is `not known`."""
+    return "not known" if hours is None else f"{print_figure(hours)} node-hours"
+
+
 def print_seconds(seconds: float | None) -> str:
     """`3.2 s`, `4 min 12 s`, `5 h 3 min`, `12.3 days`."""
     if seconds is None:

@@ -150,7 +150,7 @@ def test_runs_without_traces_are_still_compared(runs):
     assert [p["tokens_per_second_per_device"] for p in value["runs"]["performance"]] == [100, 100]
     out = call("compare", runs[0].path, runs[1].path).stdout
     assert "as expected, the loss is the same" in out
-    assert "J per token" in out
+    assert "energy per token" in out
 
 
 def test_check_turns_the_loss_test_into_an_exit_code(runs):

@@ -9,6 +9,7 @@ import pytest
 from windlass.files import append_line, write_json
 from windlass.profile.compare import compare_loss, compare_runs, find_differences, measure_performance
 from windlass.runs import Run
+from windlass.runs.metrics import MetricsLine
 
 
 def lines(count=200, *, shift=0.0, noise=0.02, seed=0, tokens=1000, **more):
@@ -66,21 +67,13 @@ def test_null_losses_are_left_out():
     assert compare_loss(lines(200), gappy).same is True
 
 
-def test_performance_leaves_the_start_out():
+def test_performance_leaves_the_start_out(tmp_path):
     slow = [
-        {
-            "step": i,
-            "tokens": i * 10,
-            "loss": 3.0,
-            "tokens_per_second": 10.0 if i < 5 else 100.0,
-            "energy_joules": i * 4.0,
-        }
-        for i in range(1, 11)
+        MetricsLine(step=i, tokens=i * 10, loss=3.0, tokens_per_second=10.0 if i < 5 else 100.0) for i in range(1, 11)
     ]
-    result = measure_performance("x", slow, {"world_size": 2})
-    assert (result.tokens_per_second, result.tokens_per_second_per_device) == (100, 50)
-    assert result.joules_per_token == pytest.approx(40 / 100)
-    assert (result.mfu, result.watts, result.memory_bytes) == (None, None, None)
+    result = measure_performance(Run(tmp_path), slow, {"world_size": 2})
+    assert (result.tokens_per_second, result.tokens, result.final_loss, result.devices) == (100, 100, 3.0, 2)
+    assert (result.mfu, result.watts, result.memory_bytes, result.energy_joules) == (None, None, None, None)
 
 
 def test_differences_keep_missing_apart_from_other_values():

@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from windlass.report.columns import Columns, axis, recent_median, thin
+from windlass.report.columns import Columns, axis, thin
+from windlass.runs.measured import recent_median
 
 
 def write(path, lines, mode="w"):

@@ -179,6 +179,8 @@ def test_several_runs_join(run, tmp_path):
     )
     found = json_report([run, other])
     sums = found["together"]
+    assert sums["node_hours"] == 2 * found["runs"][0]["node_hours"]
+    assert f"| compute | {sums['node_hours']:.3g} node-hours | allocation not known; 2 runs |" in text
     assert (len(found["runs"]), sums["tokens"]) == (2, 2 * 300 * 131_072)
     assert sums["location_kg"] == pytest.approx(2 * 1.1 / 3.6 * 1.19 * 0.2676)
     assert "together" not in json_report([run])

@@ -122,9 +122,11 @@ class TestControlCharacters:
             file.write(json.dumps({"missing": {f"a{ESCAPES}": f"b{ESCAPES}"}}) + "\n")
         return run
 
-    @pytest.mark.parametrize("words", [("watch", "--once"), ("energy",), ("report", "--markdown")])
+    @pytest.mark.parametrize(
+        "words", [("watch", "--once"), ("energy",), ("report", "--markdown"), ("compare", "{run}")]
+    )
     def test_in_the_terminal(self, evil, words):
-        text = windlass(words[0], str(evil.path), *words[1:])
+        text = windlass(words[0], str(evil.path), *(word.format(run=evil.path) for word in words[1:]))
         assert not set(text) & set(ESCAPES) - set("[2J]0;owned31m")
 
     def test_in_pages(self, evil):

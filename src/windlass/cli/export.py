@@ -40,7 +40,7 @@ def export(
     from windlass.convert.export import export as write_folder
     from windlass.files import read_text_file
     from windlass.registry import PRESETS
-    from windlass.report import collect, model_card, sections, write
+    from windlass.report import collect, write
     from windlass.runs import open_run
 
     sample = read_text_file(text, "text to compare on") if text is not None else None
@@ -51,14 +51,7 @@ def export(
     else:
         family = summary.recipe.get("model", {}).get("family")
         library = PRESETS.load(family).hf.library if family else "transformers"
-        chapters = [
-            model_card.model_card(summary),
-            model_card.data_section(summary),
-            sections.evaluation(summary),
-            model_card.content_summary(summary),
-        ]
-        front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
-        readme = front + write.markdown(summary.name, chapters)
+        readme = write.hub_readme(summary, library)
     with bar("exporting", quiet=as_json) as progress:
         exported = write_folder(
             run,

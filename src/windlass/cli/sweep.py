@@ -11,7 +11,7 @@ import typer
 from windlass.cli.options import EngineProfileOption, JsonOption
 from windlass.cli.output import show, table, text_of
 from windlass.errors import ConfigError
-from windlass.units import GIB, print_seconds
+from windlass.units import print_bytes, print_rate, print_seconds, print_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,17 +189,22 @@ def _show_dry(
     cells = []
     for point, e in pairs:
         text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
-        memory = ["" if e.memory_bytes is None else f"{e.memory_bytes / GIB:.1f}", text_of(e.oom_chance, ".0%", "")]
-        speed = [text_of(e.tokens_per_second_per_device, ",.0f"), text_of(e.mfu, ".1%"), print_seconds(e.seconds)]
+        sizes = ["" if size is None else print_bytes(size) for size in (e.peak_bytes, e.memory_bytes)]
+        memory = [*sizes, text_of(e.oom_chance, ".0%", "")]
+        speed = [
+            print_rate(e.tokens_per_second_per_device).removesuffix(" tokens/s"),
+            print_share(e.mfu),
+            print_seconds(e.seconds),
+        ]
         cost = [text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g")]
         if e.verdict in ("illegal", "unknown"):
-            text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
+            text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 3
         if point.recipe is not None and point.wanted_batch_tokens is not None:
             text += f"; batch {point.recipe.data.batch_tokens:,} tokens, nearest to {point.wanted_batch_tokens:,}"
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
-    columns = ("point", "prediction", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
+    columns = ("point", "prediction", "memory", "needed", "oom", "per device", "MFU", "time", "node-h", "kWh")
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
         charged = total.units is not None and total.unit not in ("", "hour")
@@ -210,11 +215,12 @@ def _show_dry(
     show(
         as_json,
         document,
-        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8)),
+        table(title, columns, cells, right=range(2, len(columns))),
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
+        "memory: peak that the run will log. needed: what must fit, with the allocator's reserve. per device: tokens/s.",
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
         *scripts,
         *warnings,
@@ -302,13 +308,16 @@ def _finish(
     document |= {"leaderboard": entries} if board is not None else {}
     content = figures.points_table(sweep, rows, ranked, key)
     title = f"{sweep.title or sweep.name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    is_unmeasured = sweep.command is None and all(row.get("joules_per_token") is None for row in rows)
+    energy = None
+    if counts.get("ok") and sweep.command is None and all(row.get("joules_per_token") is None for row in rows):
+        modelled = sum(row.get("modelled_joules") is not None for row in rows)
+        energy = f"energy: not measured on any point, modelled on {modelled} (modelled_joules in {paths[0].name})"
     show(
         as_json,
         document,
         table(title, content.columns, content.rows, right=content.right),
         table("Leaderboard", best.columns, best.rows, right=best.right) if best is not None else None,
-        "energy: not measured on any point" if counts.get("ok") and is_unmeasured else None,
+        energy,
         figures.no_winner(rows, key) if counts.get("ok") and not ranked else None,
         f"page: {page}   table: {paths[0]}",
         None if pick is None else f"the winner, {ranked[0]['point']}, is written to {pick}",

@@ -55,6 +55,14 @@ def run_length(recipe: Recipe, batch_tokens: int | None = None) -> tuple[int, in
     return sum(phase.steps for phase in phases), phases[-1].end
 
 
+def planned_tokens(recipe: Recipe) -> int | None:
+    """What the run is to train on; None where the batch depends on the number of devices."""
+    if recipe.train.steps is None and recipe.data.tokens is not None:
+        return recipe.data.tokens
+    length = run_length(recipe)
+    return None if length is None else length[1]
+
+
 def ramp_problems(data: DataConfig) -> list[str]:
     """What is wrong with `data.batch_ramp`, each with the nearest legal value."""
     problems: list[Any] = []

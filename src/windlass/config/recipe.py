@@ -205,6 +205,23 @@ class LayoutConfig(Table):
     collective ("25 MB"); a layer is never split. Default: one collective per layer."""
 
 
+class ProjectConfig(Table):
+    """What the report and the model card say about the project; nothing in training depends on it."""
+
+    title: str = ""
+    """Name of the project."""
+    id: str = ""
+    """Number of the project at the computing centre: "EHPC-AIF-2025A01-123"."""
+    grant: str = ""
+    """Grant or contract numbers."""
+    funder: str = ""
+    """Who pays for the compute or the people. The allocation itself is `launch.budget_node_hours`."""
+    licence: str = ""
+    """Licence of the trained weights, by its name on the Hugging Face Hub: "apache-2.0"."""
+    base_model: str = ""
+    """Hugging Face name of the model that training starts from: "openGPT-X/Teuken-7B-base-v0.6"."""
+
+
 class Recipe(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
     """Letters, digits, dot, dash and underscore: it becomes the run folder's name."""
@@ -216,6 +233,7 @@ class Recipe(Table):
     """Determines the initial weights and the order of sequences, on any number of devices."""
     notes: str = ""
     """Anything a reader should know: what was published, what is assumed."""
+    project: ProjectConfig = Field(default_factory=ProjectConfig)
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)

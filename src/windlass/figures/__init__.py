@@ -21,10 +21,10 @@ from windlass.figures.charts import (
     line,
     points,
 )
-from windlass.figures.html import page, save_page
+from windlass.figures.html import fragment, page, save_page
 from windlass.figures.picture import save_picture
 
 __all__ = [
     "Card", "Cards", "Chart", "DataTable", "Heat", "Html", "Item", "Mark", "Note", "Section", "Series",
-    "bars", "line", "page", "points", "save_page", "save_picture",
+    "bars", "fragment", "line", "page", "points", "save_page", "save_picture",
 ]  # fmt: skip

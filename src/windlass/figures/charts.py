@@ -164,3 +164,5 @@ class Section:
     title: str
     items: Sequence[Item]
     id: str = ""
+    # In print it has one page of its own.
+    is_page: bool = False

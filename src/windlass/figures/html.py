@@ -5,12 +5,15 @@ Charts become Plotly's JSON, written by hand: that needs no plotly, and its scri
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from windlass.figures.charts import Cards, Chart, DataTable, Heat, Html, Item, Note, Section, Series
+from windlass.figures.picture import draw_picture
 from windlass.figures.theme import FONT, HEAT, NO_VALUE, colour, css
 from windlass.files import json_safe, write_atomic
 
@@ -62,7 +65,8 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
     for section in sections:
         anchor = f' id="{escape(section.id, quote=True)}"' if section.id else ""
         heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-        body += f"<section{anchor}>{heading}\n" + "\n".join(map(_item, section.items)) + "\n</section>\n"
+        kind = ' class="page"' if section.is_page else ""
+        body += f"<section{anchor}{kind}>{heading}\n" + "\n".join(map(_item, section.items)) + "\n</section>\n"
     if any(isinstance(item, Chart | Heat) for section in sections for item in section.items):
         from plotly.offline import get_plotlyjs
 
@@ -87,6 +91,32 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
 </body>
 </html>
 """
+
+
+# Cards and tables inside the page of a notebook, whose own style sheet decides fonts and colours.
+_FRAGMENT_CSS = """
+.windlass .cards { display: flex; flex-wrap: wrap; gap: 8px; margin: 8px 0; }
+.windlass .card { border: 1px solid #8886; border-radius: 8px; padding: 6px 12px; }
+.windlass .card b, .windlass .card span, .windlass .card i { display: block; font-style: normal; }
+.windlass .card b { font-size: 1.3em; }
+.windlass .card i { font-size: 0.85em; opacity: 0.75; }
+.windlass img { max-width: 640px; width: 100%; display: block; margin: 8px 0; }
+"""
+
+
+def fragment(title: str, items: Sequence[Item]) -> str:
+    """Items for the page of a notebook: no script, charts as pictures, which need matplotlib."""
+    parts = []
+    for item in items:
+        if not isinstance(item, Chart | Heat):
+            parts.append(_item(item))
+        elif find_spec("matplotlib") is None:
+            parts.append(_paragraph("caption", f"{item.title}: charts need matplotlib (pip install 'windlass[png]')"))
+        else:
+            data = b64encode(draw_picture(item, "svg", 8.0)).decode()
+            parts.append(f'<img alt="{escape(item.title, quote=True)}" src="data:image/svg+xml;base64,{data}">')
+    body = "\n".join(parts)
+    return f'<div class="windlass"><style>{_FRAGMENT_CSS}</style><h3>{escape(title)}</h3>\n{body}</div>'
 
 
 def save_page(path: Path, html: str) -> Path:

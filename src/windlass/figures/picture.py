@@ -27,6 +27,12 @@ def save_picture(item: Chart | Heat, path: Path, *, width: float = 10.0) -> Path
             f"{path}: pictures are written as .png, .svg or .pdf, not {path.suffix or 'without a suffix'!r}",
             hint=f"name it {path.stem}.png",
         )
+    write_atomic(path, draw_picture(item, kind, width))
+    return path
+
+
+def draw_picture(item: Chart | Heat, kind: str, width: float = 10.0) -> bytes:
+    """`kind`: png, svg or pdf."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -45,8 +51,7 @@ def save_picture(item: Chart | Heat, path: Path, *, width: float = 10.0) -> Path
         _heat(item, figure, axes) if isinstance(item, Heat) else _chart(item, axes)
         content = io.BytesIO()
         figure.savefig(content, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
-    write_atomic(path, content.getvalue())
-    return path
+    return content.getvalue()
 
 
 def _chart(chart: Chart, axes: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.config.sweep import SweepConfig, axes_of
 from windlass.figures.charts import Card, Cards, Chart, DataTable, Heat, Item, Note, Section, bars, line, points
-from windlass.units import print_bytes, print_joules, print_seconds
+from windlass.units import print_bytes, print_joules, print_rate, print_seconds, print_share
 
 Row = dict[str, Any]
 SPEED, DEVICE_SPEED, ENERGY = "tokens_per_second", "tokens_per_second_per_device", "joules_per_token"
@@ -289,12 +289,12 @@ class Column:
 
 POINT_COLUMNS = (
     Column("devices", "devices"),
-    Column(SPEED, "tokens/s", "{:,.0f}".format),
-    Column(DEVICE_SPEED, "per device", "{:,.0f}".format),
-    Column("mfu", "MFU", "{:.1%}".format, missing="unknown"),
+    Column(SPEED, "tokens/s", lambda v: print_rate(v).removesuffix(" tokens/s")),
+    Column(DEVICE_SPEED, "per device", lambda v: print_rate(v).removesuffix(" tokens/s")),
+    Column("mfu", "MFU", print_share, missing="unknown"),
     Column("memory_bytes", "memory", print_bytes),
     Column("predicted_memory_bytes", "predicted", print_bytes),
-    Column(ENERGY, "J/token", "{:.3g}".format, missing="not measured"),
+    Column(ENERGY, "J/token, steps only", "{:.3g}".format, missing="not measured"),
     Column("kwh_per_step", "per step", lambda v: print_joules(v * 3.6e6), missing="not measured"),
     Column("step_seconds", "step", print_seconds),
     Column("step_spread", "spread", "{:.1%}".format),
@@ -402,7 +402,7 @@ def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_b
     cards = (
         Card(number(float(best[rank_by])), f"best {title_of(rank_by)}", best["point"]),
         succeeded,
-        Card(f"{mfu:.1%}", "MFU of the best point") if mfu is not None and rank_by != "mfu" else None,
+        Card(print_share(mfu), "MFU of the best point") if mfu is not None and rank_by != "mfu" else None,
         Card(print_bytes(peak_bytes), "peak memory of the best point") if peak_bytes is not None else None,
         Card(f"{ratio:.1f} x", "best compared with last", last["point"]) if ratio is not None else None,
     )

@@ -85,5 +85,27 @@ tr.strong td {{ font-weight: 650; background: var(--panel); }}
 .plot {{ width: 100%; }}
 pre, code {{ font-family: ui-monospace, 'SF Mono', Menlo, Consolas, monospace; font-size: 14px; }}
 pre {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 14px; overflow-x: auto; }}
-@media print {{ h2 {{ break-after: avoid; }} .chart, .card, tr {{ break-inside: avoid; }} }}
+@media print {{
+  @page {{ size: A4; margin: 12mm; }}
+  :root {{ color-scheme: light; {_variables(LIGHT)} }}
+  body {{ font-size: 10pt; line-height: 1.35; }}
+  main {{ max-width: none; padding: 0; }}
+  h1 {{ font-size: 15pt; overflow-wrap: anywhere; }}
+  h2 {{ font-size: 13pt; break-after: avoid; }}
+  p {{ max-width: none; }}
+  .sub, table {{ font-size: 9pt; }}
+  .chart, .card, tr {{ break-inside: avoid; }}
+  .page {{ break-after: page; line-height: 1.25; }}
+  .page .cards {{ grid-template-columns: repeat(4, 1fr); gap: 5px; margin: 5px 0; }}
+  .page .card {{ padding: 3px 8px; border-radius: 5px; }}
+  .page .card b {{ font-size: 12pt; white-space: nowrap; }}
+  .page .card span, .page .card i, .page table, .page p {{ font-size: 7.5pt; }}
+  .page .warning {{ padding: 2px 8px; margin: 3px 0; }}
+  .page .caption {{ margin: 0; }}
+  .page .wide {{ margin: 5px 0; }}
+  .page th, .page td {{ padding: 2px 6px; }}
+  .page th {{ white-space: nowrap; }}
+  .page td {{ overflow-wrap: anywhere; }}
+  .page td:last-child:not(.n):not(:first-child) {{ min-width: 0; width: 62%; }}
+}}
 """

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.config.ramp import run_length
+from windlass.config.ramp import planned_tokens
 from windlass.errors import LaunchError
 from windlass.files import append_line, read_json, read_json_lines
 from windlass.launch.chain import JobStart, job_starts, judge, records
@@ -316,8 +316,7 @@ class ChainForecast:
 
 def forecast_chain(run: Run, ledger: Sequence[LedgerEntry]) -> ChainForecast:
     last, recipe, verdict = run.last_metrics(), run.recipe(), judge(run)
-    tokens, length = last.tokens, run_length(recipe)
-    target = recipe.data.tokens if recipe.train.steps is None else None if length is None else length[1]
+    tokens, target = last.tokens, planned_tokens(recipe)
     remaining_seconds = 0.0 if verdict.answer == "finished" else None
     if remaining_seconds is None and target is not None and tokens is not None and last.tokens_per_second:
         remaining_seconds = max(0.0, (target - tokens) / last.tokens_per_second)

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 
 from windlass.config.load import flatten
+from windlass.energy.ledger import read_ledger
+from windlass.energy.totals import RunEnergy, run_energy
+from windlass.errors import WindlassError
 from windlass.files import read_json
 from windlass.profile.event_names import kernel_group
 from windlass.profile.job_profile import JobProfile
@@ -16,6 +18,10 @@ from windlass.profile.tables import KernelGroupRow, KernelRow, OperatorRow
 from windlass.profile.timeline import CATEGORIES
 from windlass.profile.trace import Floats
 from windlass.runs import Run
+from windlass.runs.events import ProcessStart, Started
+from windlass.runs.history import read_history
+from windlass.runs.measured import measure_lines
+from windlass.runs.metrics import MetricsLine
 
 # Nats per token. Two seeds of one small model differ by about this much; a fault in a kernel or in the data by more.
 LOSS_TOLERANCE = 0.05
@@ -47,8 +53,11 @@ class RunPerformance:
     memory_bytes: float | None
     energy_joules: float | None
     joules_per_token: float | None
-    watts: float | None
+    watts: float | None  # mean of the measured nodes together
     final_loss: float | None
+    goodput: float | None
+    node_hours: float | None
+    energy: RunEnergy  # measured or modelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +88,8 @@ class RunComparison:
 
 def compare_runs(runs: Sequence[Run], *, tolerance: float = LOSS_TOLERANCE) -> RunComparison:
     manifests = [run.manifest() for run in runs]
-    metrics = [[line.as_dict() for line in run.metrics_lines()] for run in runs]
+    lines = [list(run.metrics_lines()) for run in runs]
+    metrics = [[line.as_dict() for line in own] for own in lines]
     own_packages = [{k: m.get(k) for k in _PACKAGE_KEYS} for m in manifests]
     installed = [listed if isinstance(listed := m.get("packages"), dict) else {} for m in manifests]
     return RunComparison(
@@ -88,10 +98,9 @@ def compare_runs(runs: Sequence[Run], *, tolerance: float = LOSS_TOLERANCE) -> R
         packages=find_differences([{**own, **listed} for own, listed in zip(own_packages, installed, strict=True)]),
         machine=find_differences([{k: m.get(k) for k in _MACHINE_KEYS} for m in manifests]),
         performance=[
-            measure_performance(run.name, lines, manifest)
-            for run, lines, manifest in zip(runs, metrics, manifests, strict=True)
+            measure_performance(run, own, manifest) for run, own, manifest in zip(runs, lines, manifests, strict=True)
         ],
-        loss=[compare_loss(metrics[0], lines, tolerance=tolerance) for lines in metrics[1:]],
+        loss=[compare_loss(metrics[0], own, tolerance=tolerance) for own in metrics[1:]],
     )
 
 
@@ -102,30 +111,35 @@ def find_differences(sides: Sequence[dict[str, Any]]) -> list[KeyDifference]:
     return [row for row in rows if any(value != row.values[0] for value in row.values[1:])]
 
 
-def measure_performance(label: str, lines: Sequence[dict[str, Any]], manifest: dict[str, Any]) -> RunPerformance:
-    """Medians over the second half of the run, so that start-up and compilation do not count."""
-
-    def median_of(key: str) -> float | None:
-        values = [float(v) for line in lines[len(lines) // 2 :] if isinstance(v := line.get(key), (int, float))]
-        return median(values) if values else None
-
-    last = lines[-1] if lines else {}
-    devices, speed = manifest.get("world_size"), median_of("tokens_per_second")
-    energy, tokens = last.get("energy_joules"), last.get("tokens")
+def measure_performance(run: Run, lines: Sequence[MetricsLine], manifest: Mapping[str, Any]) -> RunPerformance:
+    """The figures of the run's report."""
+    try:
+        recipe = run.recipe()
+    except WindlassError:
+        recipe = None
+    events = list(run.events())
+    start = next((e for e in reversed(events) if isinstance(e, ProcessStart)), Started())
+    devices = start.world_size or manifest.get("world_size")
+    measured = measure_lines(lines, devices)
+    energy = run_energy(read_ledger(run), recipe, measured.tokens, measured.step)
+    history = read_history(events, lines)
     return RunPerformance(
-        label=label,
+        label=run.name,
         devices=devices,
-        steps=last.get("step"),
-        tokens=tokens,
-        tokens_per_second=speed,
-        tokens_per_second_per_device=speed / devices if speed and devices else None,
-        step_seconds=median_of("step_seconds"),
-        mfu=median_of("mfu"),
-        memory_bytes=max((b for line in lines if (b := line.get("memory_bytes")) is not None), default=None),
-        energy_joules=energy,
-        joules_per_token=energy / tokens if energy is not None and tokens else None,
-        watts=median_of("watts"),
-        final_loss=last.get("loss"),
+        steps=measured.step,
+        tokens=None if measured.tokens is None else int(measured.tokens),
+        tokens_per_second=measured.tokens_per_second,
+        tokens_per_second_per_device=measured.tokens_per_second_per_device,
+        step_seconds=measured.step_seconds,
+        mfu=measured.mfu,
+        memory_bytes=measured.memory_bytes,
+        energy_joules=energy.joules,
+        joules_per_token=energy.joules_per_token,
+        watts=energy.mean_watts,
+        final_loss=measured.loss,
+        goodput=history.goodput,
+        node_hours=history.node_hours,
+        energy=energy,
     )
 
 

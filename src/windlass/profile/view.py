@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from windlass.energy.totals import print_energy_basis
 from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
 from windlass.profile.captures import find_target
 from windlass.profile.compare import (
@@ -22,7 +23,17 @@ from windlass.profile.job_profile import JobProfile, profile_traces
 from windlass.profile.tables import KernelGroupRow, KernelRow, OperatorRow
 from windlass.profile.timeline import CATEGORIES
 from windlass.runs import Run
-from windlass.units import print_bytes, print_joules, print_tokens
+from windlass.units import (
+    print_bytes,
+    print_figure,
+    print_joules,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_share,
+    print_tokens,
+    print_watts,
+)
 
 NOT_AVAILABLE = "not available on this trace"
 NOT_MEASURED = "not measured"
@@ -411,25 +422,25 @@ def differences_table(rows: Sequence[KeyDifference], labels: Sequence[str]) -> D
 
 
 def performance_table(rows: Sequence[RunPerformance]) -> DataTable:
-    def number(digits: int = 0, factor: float = 1.0, unit: str = "") -> Callable[[float | None], str]:
-        return lambda value: NOT_MEASURED if value is None else f"{value * factor:,.{digits}f}{unit}"
-
-    lines: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "devices": ("devices", lambda value: "unknown" if value is None else str(value)),
-        "tokens": ("tokens", print_tokens),
-        "tokens/s": ("tokens_per_second", number()),
-        "tokens/s per device": ("tokens_per_second_per_device", number()),
-        "step seconds": ("step_seconds", number(4)),
-        "MFU": ("mfu", number(2, 100, " %")),
-        "memory peak": ("memory_bytes", print_bytes),
-        "energy": ("energy_joules", print_joules),
-        "J per token": ("joules_per_token", number(4)),
-        "mean power, W": ("watts", number()),
-        "last loss": ("final_loss", number(4)),
+    """The figures of the runs' reports, printed as there."""
+    lines: dict[str, Callable[[RunPerformance], str]] = {
+        "devices": lambda p: "unknown" if p.devices is None else str(p.devices),
+        "tokens": lambda p: print_tokens(p.tokens),
+        "throughput": lambda p: print_rate(p.tokens_per_second),
+        "throughput per device": lambda p: print_rate(p.tokens_per_second_per_device),
+        "step time": lambda p: print_seconds(p.step_seconds),
+        "MFU": lambda p: print_share(p.mfu),
+        "memory, highest device": lambda p: print_bytes(p.memory_bytes),
+        "training loss": lambda p: NOT_MEASURED if p.final_loss is None else print_figure(p.final_loss, 4),
+        "goodput": lambda p: print_share(p.goodput, "not known"),
+        "node-hours": lambda p: print_node_hours(p.node_hours),
+        "energy": lambda p: print_energy_basis(p.energy),
+        "energy per token": lambda p: print_joules(p.joules_per_token),
+        "mean power": lambda p: print_watts(p.watts),
     }
     return DataTable(
         ("measure", *(p.label for p in rows)),
-        [(title, *(show(getattr(p, key)) for p in rows)) for title, (key, show) in lines.items()],
+        [(title, *(show(p) for p in rows)) for title, show in lines.items()],
         right=tuple(range(1, len(rows) + 1)),
     )
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from windlass.clusters.load import load_cluster
 from windlass.config import Recipe
-from windlass.config.ramp import run_length
-from windlass.energy.carbon import Carbon, carbon
+from windlass.config.ramp import planned_tokens
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.energy.ledger import build as build_ledger
+from windlass.energy.totals import RunEnergy, run_energy
 from windlass.errors import RunError, WindlassError
 from windlass.files import FileStamps, file_stamps, read_json, read_json_lines
 from windlass.models.presets import model_spec
-from windlass.report.columns import SAMPLE_LINES, Columns, known, last_known, recent_median
+from windlass.report.columns import SAMPLE_LINES, Columns
 from windlass.runs.events import (
     MAX_NUMBER,
     CheckpointRemoved,
@@ -40,6 +39,7 @@ from windlass.runs.events import (
 )
 from windlass.runs.folder import Run, open_run
 from windlass.runs.history import RunHistory, StepTime, read_history
+from windlass.runs.measured import Measured, known, last_known, measure, recent_median
 from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
@@ -62,21 +62,6 @@ NO_RECIPE: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunEnergy:
-    """The run's energy and what follows from it; None: unknown."""
-
-    basis: str  # measured or modelled
-    joules: float | None
-    ledger: Ledger
-    carbon: Carbon | None
-    joules_per_token: float | None
-    joules_per_step: float | None
-    kwh_per_billion_tokens: float | None
-    mean_watts: float | None  # of the measured nodes together
-    forecast_kwh: float | None  # the plan's prediction for the whole run, PUE included
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """One run; None: unknown."""
 
@@ -91,6 +76,7 @@ class RunSummary:
     active_parameters: int | None
     layout: dict[str, Any] | None
     nodes: int | None
+    node_hours: float | None  # used by all attempts
     world_size: int | None
     device: str | None
     step: int | None
@@ -168,14 +154,10 @@ def collect(
     times = known(columns.get("time"))
     gaps = np.diff(times[-50:])
     event_times = [e.time for e in events if e.time is not None]
-    tokens, step, rank = (last_known(columns.get(key)) for key in ("tokens", "step", "slowest_rank"))
-    medians: dict[str, Any] = {
-        key: recent_median(columns.get(key))
-        for key in ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds", "utilization",
-                    "spread_seconds")
-    }  # fmt: skip
+    measured = measure(columns.get, start.world_size)
+    tokens = measured.tokens
     stated = _recipe_fields(recipe, brief) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
-    target, speed = stated["target_tokens"], medians["tokens_per_second"]
+    target, speed = stated["target_tokens"], measured.tokens_per_second
     statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
     status = next(statuses, "running" if len(columns) else "unknown")
     is_under_way = status == "running" and target is not None and tokens is not None and bool(speed)
@@ -186,9 +168,7 @@ def collect(
         ledger = build_ledger(read_json_lines(run.energy_file), events)
     else:
         ledger = _ledger(run.path.absolute(), file_stamps(run.energy_file, run.events_file))
-    energy = _energy(ledger, recipe, tokens, step, predicted.get("mwh"), factors)
-    memory = known(columns.get("memory_bytes"))
-    memory_bytes = float(memory.max()) if len(memory) else None  # of the whole run: a restart resets the counters
+    energy = run_energy(ledger, recipe, tokens, measured.step, predicted.get("mwh"), factors)
     history = read_history(events, _history_lines(columns))
     return RunSummary(
         path=str(run.path),
@@ -196,19 +176,14 @@ def collect(
         problem=print_text("; ".join(text for text, holds in problems if holds)) or None,
         layout=layout,
         nodes=start.nodes or (recipe.nodes if recipe else None),
+        node_hours=history.node_hours,
         world_size=start.world_size,
         device=start.device or (m if isinstance(m := manifest.get("device"), str) and m else None),
-        step=None if step is None else int(step),
-        tokens=tokens,
-        loss=recent_median(columns.get("loss"), last=10, skip=0),
         # The event, because the last validation of a run is followed by no metrics line.
         val_loss=next(
             (e.val_loss for e in reversed(events) if isinstance(e, Evaluated) and e.val_loss is not None),
             last_known(columns.get("val_loss")),
         ),
-        memory_bytes=memory_bytes,
-        watts=last_known(columns.get("watts")),
-        slowest_rank=None if rank is None else int(rank),
         started_at=min(event_times) if event_times else known_float(manifest.get("started_at")),
         updated_at=max([*event_times, *times[-1:].tolist()], default=None),
         eta_seconds=((target or 0.0) - (tokens or 0.0)) / (speed or 1.0) if is_under_way else None,
@@ -221,10 +196,10 @@ def collect(
         evaluations=[] if brief else clean(list(read_json_lines(run.eval_file))),
         data={} if brief else clean(_data(run, recipe)),
         manifest=manifest,
-        plan_rows=_plan_rows(predicted, {**medians, "memory_bytes": memory_bytes}, energy, plan.get("device"), status),
+        plan_rows=_plan_rows(predicted, measured, history.node_hours, energy, plan.get("device"), status),
         lines=len(columns),
         **stated,
-        **medians,
+        **asdict(measured),
     )
 
 
@@ -290,15 +265,13 @@ STATUS: dict[type[Event], str] = {
 
 
 def _recipe_fields(recipe: Recipe, brief: bool) -> dict[str, Any]:
-    m, data = recipe.model, recipe.data
+    m = recipe.model
     total = active = None
     # A Hugging Face config may not have been copied.
     with contextlib.suppress(WindlassError, OSError, KeyError, TypeError, ValueError):
         if not brief:
             total, active = model_spec(m).params.total, model_spec(m).params.active
-    target = data.tokens
-    if target is None and (length := run_length(recipe)) is not None:
-        target = length[1]
+    target = planned_tokens(recipe)
     sizes = f", {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}" if m.vocab else ""
     return {
         "name": print_text(recipe.name),
@@ -311,35 +284,6 @@ def _recipe_fields(recipe: Recipe, brief: bool) -> dict[str, Any]:
     }
 
 
-def _energy(
-    ledger: Ledger,
-    recipe: Recipe | None,
-    tokens: float | None,
-    step: float | None,
-    planned_mwh: float | None,
-    factors: Mapping[str, float] | None,
-) -> RunEnergy:
-    cluster = None
-    with contextlib.suppress(WindlassError):  # a cluster of another site: its PUE and grid are unknown here
-        cluster = load_cluster(recipe.cluster) if recipe else None
-    joules = ledger.joules if ledger.joules is not None else ledger.modelled_joules
-    emitted = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None, factors)
-    kwh = None if emitted is None else emitted.kwh if emitted.kwh is not None else emitted.it_kwh
-    return RunEnergy(
-        basis=ledger.basis,
-        joules=joules,
-        ledger=ledger,
-        carbon=emitted,
-        joules_per_token=joules / tokens if joules is not None and tokens else None,
-        joules_per_step=joules / step if joules is not None and step else None,
-        kwh_per_billion_tokens=kwh / (tokens / 1e9) if kwh is not None and tokens else None,
-        mean_watts=ledger.joules / ledger.wall_seconds
-        if ledger.joules is not None and ledger.wall_seconds > 0
-        else None,
-        forecast_kwh=None if planned_mwh is None else planned_mwh * 1e3,
-    )
-
-
 @lru_cache(maxsize=256)
 def _ledger(path: Path, stamps: FileStamps) -> Ledger:
     """Read again only when the files have changed: live views ask every second, and a long run has many lines."""
@@ -347,19 +291,27 @@ def _ledger(path: Path, stamps: FileStamps) -> Ledger:
 
 
 def _plan_rows(
-    predicted: Mapping[str, float], measured: Mapping[str, float | None], energy: RunEnergy, device: object, status: str
+    predicted: Mapping[str, float],
+    measured: Measured,
+    node_hours: float | None,
+    energy: RunEnergy,
+    device: object,
+    status: str,
 ) -> list[tuple[str, float | None, float | None]]:
     # A run logs the allocator's peak on a GPU and the whole process on a CPU: like is compared with like.
     memory = ("peak memory allocated on a device, bytes", "memory_allocated_gib")
     if device == "cpu":
         memory = ("memory of a process, bytes", "memory_gib")
-    # The energy of a part is not comparable with that of the whole run.
-    is_complete = energy.basis == "measured" and status == "finished"
+    # The energy of a part, of the run or of its nodes, is not comparable with that of the whole run.
+    ledger = energy.ledger
+    all_nodes = ledger.nodes_measured >= (ledger.nodes_expected or 1)
+    is_complete = energy.basis == "measured" and status == "finished" and all_nodes
     rows = (
-        ("tokens/s", "tokens_per_second", 1.0, measured["tokens_per_second"]),
-        ("MFU", "mfu", 1.0, measured["mfu"]),
-        ("step, s", "step_seconds", 1.0, measured["step_seconds"]),
-        (*memory, 2.0**30, measured["memory_bytes"]),
+        ("tokens/s", "tokens_per_second", 1.0, measured.tokens_per_second),
+        ("MFU", "mfu", 1.0, measured.mfu),
+        ("step, s", "step_seconds", 1.0, measured.step_seconds),
+        (*memory, 2.0**30, measured.memory_bytes),
+        ("compute of the whole run, node-hours", "node_hours", 1.0, node_hours if status == "finished" else None),
         ("energy of the whole run, kWh", "mwh", 1e3, energy.carbon.kwh if energy.carbon and is_complete else None),
     )
     return [(title, predicted[key] * scale, value) for title, key, scale, value in rows if key in predicted]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from windlass.files import READ_BLOCK_BYTES
 from windlass.runs.events import Event
+from windlass.runs.measured import Numbers, known, last_known
 from windlass.runs.metrics import METRICS
 
 parse_json: Callable[[bytes], Any] = json.loads
@@ -23,7 +23,6 @@ with contextlib.suppress(ImportError):
     import orjson
 
     parse_json = orjson.loads  # three times as fast
-Numbers = npt.NDArray[np.float64]
 # The first look at a long file takes so many lines, evenly spread, and its last bytes completely: more than the 200
 # lines that the medians of the newest values need.
 SAMPLE_LINES = 3000
@@ -207,22 +206,6 @@ def axis(columns: Columns, name: str) -> Numbers:
     if name == "time":
         return (columns.get("time") - first_known(columns.get("time"))) / 3600
     return columns.get("energy_joules") / 3.6e6 if name == "kwh" else columns.get(name)
-
-
-def known(values: Numbers) -> Numbers:
-    return values[~np.isnan(values)]
-
-
-def recent_median(values: Numbers, last: int = 200, skip: int = 2) -> float | None:
-    """Median of the last values, without the first lines (compilation); None when there are none."""
-    late = np.sort(known(values[skip:] if len(values) > skip + 2 else values)[-last:])
-    # np.median takes ten times as long for so few, and a list of runs needs thousands of them.
-    return float(late[(len(late) - 1) // 2] + late[len(late) // 2]) / 2 if len(late) else None
-
-
-def last_known(values: Numbers) -> float | None:
-    late = known(values)
-    return float(late[-1]) if len(late) else None
 
 
 def first_known(values: Numbers) -> float:

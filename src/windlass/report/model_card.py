@@ -5,17 +5,19 @@ general information, list of data sources, data processing. What a run folder ca
 release, opt-out handling) is left to be written by the provider.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
 from windlass.config.secret import redact_text
+from windlass.energy.totals import print_energy
 from windlass.figures import DataTable, Item, Note, Section
 from windlass.report.collect import RunSummary
-from windlass.report.tables import energy_card, number, percent, rate, when
+from windlass.report.tables import figure, progress, when
 from windlass.runs.events import known_float
-from windlass.units import print_tokens
+from windlass.units import print_share, print_tokens
 
 Source = dict[str, Any]
 ASK = "to be written by the provider"
@@ -71,7 +73,7 @@ def field(source: Source, *names: str, unknown: str = NOT_STATED) -> str:
     return redact_text(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
 
 
-def _stated(sources: Iterable[Source], *names: str) -> list[str]:
+def stated(sources: Iterable[Source], *names: str) -> list[str]:
     """What the sources state under these keys, each value once."""
     return sorted({field(x, *names) for x in sources} - {NOT_STATED})
 
@@ -93,7 +95,7 @@ def data_section(summary: RunSummary) -> Section:
                 *(field(source, *names) for names in keys),
                 print_tokens(known_float(source.get("tokens"))),
                 f"{documents:,}" if isinstance(documents, int) else "unknown",
-                percent(known_float(weight), "by size"),
+                print_share(known_float(weight), "by size"),
             )
         )
     if not rows:
@@ -111,58 +113,131 @@ def data_section(summary: RunSummary) -> Section:
 def model_card(s: RunSummary) -> Section:
     m, sources = s.manifest, data_sources(s)
     packages: dict[str, Any] = m["packages"] if isinstance(m.get("packages"), dict) else {}
-    used, basis = energy_card(s.energy)
-    target = f" of {print_tokens(s.target_tokens)} planned" if s.target_tokens else ""
+    used, basis = print_energy(s.energy)
     software = f"windlass {m.get('windlass', 'unknown')} at {m.get('commit') or 'unknown commit'}"
     rows = [
         ("name", s.name),
         ("kind", f"causal language model ({s.model})"),
-        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("parameters", figure(s, "parameters")),
         ("context length", f"{s.recipe.get('data', {}).get('seq_len', 'unknown')} tokens"),
-        ("trained on", f"{print_tokens(s.tokens)} tokens{target}"),
+        ("trained on", f"{progress(s)} tokens planned" if s.target_tokens else f"{progress(s)} tokens"),
         ("training data", ", ".join(field(x, "name") for x in sources) or "no ledger"),
-        ("languages", ", ".join(_stated(sources, *LANGUAGES)) or NOT_STATED),
-        ("licences of the data", ", ".join(_stated(sources, *LICENCES)) or NOT_STATED),
-        ("final training loss", number(s.loss)),
-        ("validation loss", number(s.val_loss)),
+        ("languages", ", ".join(stated(sources, *LANGUAGES)) or NOT_STATED),
+        ("licences of the data", ", ".join(stated(sources, *LICENCES)) or NOT_STATED),
+        ("final training loss", figure(s, "training loss")),
+        ("validation loss", figure(s, "validation loss")),
         ("evaluation", f"{len(s.evaluations)} records in eval.jsonl" if s.evaluations else "none recorded"),
         ("hardware", f"{s.world_size or 'unknown number of'} x {s.device or 'unknown device'} on {s.cluster}"),
-        ("throughput", rate(s.tokens_per_second)),
+        ("throughput", figure(s, "throughput")),
+        ("compute", figure(s, "node-hours")),
         ("energy", f"{used} ({basis})"),
+        ("CO2e, location-based", figure(s, "CO2e, location-based")),
         ("software", f"{software}, torch {packages.get('torch', 'unknown')}"),
         ("trained between", f"{when(s.started_at)} and {when(s.updated_at)}"),
         ("intended use, limits, risks", ASK),
-        ("licence of the weights, contact", ASK),
+        ("licence of the weights", _project(s, "licence") or ASK),
+        ("contact", ASK),
     ]
     return Section("Model card", (DataTable(("", ""), rows),), id="model-card")
 
 
+# What a model is fine-tuned for -> (pipeline_tag of the Hub, class that transformers loads).
+HUB_TASKS = {
+    "classify": ("text-classification", "AutoModelForSequenceClassification"),
+    "multi_label": ("text-classification", "AutoModelForSequenceClassification"),
+    "regress": ("text-classification", "AutoModelForSequenceClassification"),
+    "tag": ("token-classification", "AutoModelForTokenClassification"),
+    "masked": ("fill-mask", "AutoModelForMaskedLM"),
+}
+HUB_LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*|code")
+HUB_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_DATASET = re.compile(r"(?:huggingface\.co/datasets/|hf://datasets/)([\w.-]+/[\w.-]+)")
+
+
+def front_matter(s: RunSummary, library: str) -> str:
+    """The YAML that the Hugging Face Hub reads at the head of a README; what is not known is left out."""
+    sources, licence = data_sources(s), _project(s, "licence").lower()
+    languages = ", ".join(stated(sources, *LANGUAGES)).split(", ")
+    is_id = bool(HUB_LICENCE.fullmatch(licence))
+    values = {
+        "license": licence if is_id else "other" if licence else "",
+        "license_name": "" if is_id else _project(s, "licence"),
+        "language": sorted({name for name in languages if HUB_LANGUAGE.fullmatch(name)}),
+        "base_model": base if HUB_NAME.fullmatch(base := _project(s, "base_model")) else "",
+        "datasets": sorted({name for x in sources for name in HUB_DATASET.findall(field(x, "origin", "url"))}),
+        "library_name": library,
+        "pipeline_tag": _hub_task(s)[0],
+        "tags": ["windlass", *filter(None, [_recipe_value(s, "model", "family")])],
+    }
+    # JSON texts and lists are YAML too, and no name in them can become a key.
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value]
+    return "\n".join(["---", *lines, "---", "", ""])
+
+
+def usage(s: RunSummary, library: str) -> str:
+    """How the exported folder is loaded, as Markdown."""
+    if library != "transformers":
+        return "## Usage\n\n```console\n$ windlass generate FOLDER --prompt TEXT\n```\n"
+    name = _hub_task(s)[1]
+    lines = [
+        f"from transformers import AutoTokenizer, {name}",
+        "",
+        'folder = "."  # this folder, or its name on the Hub',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"model = {name}.from_pretrained(folder)",
+        'inputs = tokenizer("Text", return_tensors="pt")',
+    ]
+    is_causal = name == "AutoModelForCausalLM"
+    lines.append(
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))"
+        if is_causal
+        else "print(model(**inputs).logits)"
+    )
+    return "\n".join(["## Usage", "", "```python", *lines, "```", ""])
+
+
+def _hub_task(s: RunSummary) -> tuple[str, str]:
+    return HUB_TASKS.get(_recipe_value(s, "tune", "task"), ("text-generation", "AutoModelForCausalLM"))
+
+
+def _recipe_value(s: RunSummary, table: str, key: str) -> str:
+    value = (s.recipe.get(table) or {}).get(key)
+    return redact_text(str(value)) if value else ""
+
+
+def _project(s: RunSummary, key: str) -> str:
+    return _recipe_value(s, "project", key)
+
+
+def base_model(s: RunSummary) -> str:
+    """What training began from, as the recipe names it; "": from random weights, or not known."""
+    return _project(s, "base_model") or _recipe_value(s, "save", "load")
+
+
 def content_summary(summary: RunSummary) -> Section:
-    sources, base, tokens = data_sources(summary), summary.recipe.get("save", {}).get("load"), summary.tokens
+    sources, tokens = data_sources(summary), summary.tokens
+    base = base_model(summary)
     size, in_ledger = "unknown", f"{NOT_STATED} in the ledger"
     if tokens is not None:
         name = next((text for limit, text in TOKEN_RANGES if tokens < limit), "more than 10 trillion tokens")
         size = f"{name} ({print_tokens(tokens)} trained on)"
-    origin = (
-        "Follows the European Commission's template for the public summary of training content (AI Act, Article "
-        "53(1)(d)), filled from the data ledger."
-    )
     general = [
         ("1.1 Provider: name and contact", ASK),
         ("1.1 Authorised representative in the Union, where there is one", ASK),
         ("1.2 Model and its version", summary.name),
         ("1.2 Models it depends on",
-         f"begins from the weights of {redact_text(str(base))}" if base else "trained from random weights"),
+         f"begins from the weights of {base}" if base else "trained from random weights"),
         ("1.2 Date of placing on the Union market", ASK),
         ("1.3 Modality", "text"),
         ("1.3 Size of the training data", size),
-        ("1.3 Types of content", ", ".join(_stated(sources, *CONTENT)) or in_ledger),
+        ("1.3 Types of content", ", ".join(stated(sources, *CONTENT)) or in_ledger),
         ("1.3 Latest date of acquisition", _latest_date(sources) or in_ledger),
         ("1.3 Trained further on newer data after that date", ASK),
-        ("1.3 Languages", ", ".join(_stated(sources, *LANGUAGES)) or in_ledger),
+        ("1.3 Languages", ", ".join(stated(sources, *LANGUAGES)) or in_ledger),
         ("1.3 Other characteristics of the data", ASK),
     ]  # fmt: skip
-    steps = _stated(sources, "filters", "processing", "filtering")
+    steps = stated(sources, "filters", "processing", "filtering")
     settings = summary.data.get("settings")
     if isinstance(settings, dict) and "dedup" in settings:
         steps.append("exact duplicates removed" if settings["dedup"] == "exact" else "duplicates not looked for")

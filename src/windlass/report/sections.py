@@ -10,35 +10,39 @@ import numpy as np
 
 from windlass.config.secret import redact_text
 from windlass.energy.carbon import print_carbon
-from windlass.energy.measure import SCOPES
+from windlass.energy.measure import SCOPES, sum_or_unknown
+from windlass.energy.totals import print_energy
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Mark, Note, Section, bars, line, points
 from windlass.profile.view import run_sections
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary
 from windlass.report.columns import Columns, step_of, thin
+from windlass.report.funder import funder_items, joint_items
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact
 from windlass.report.tables import (
     checkpoint_table,
     counted,
-    energy_card,
     energy_rows,
-    goodput,
+    figure,
     kwh,
     life_rows,
     number,
-    percent,
+    period,
     plan_table,
-    rate,
     segment_table,
     source_table,
     state,
-    watts,
     when,
 )
 from windlass.runs.events import Evaluated, ExpertLoads, LayersMeasured, Resumed, known_float
 from windlass.runs.folder import Run
-from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
+from windlass.units import (
+    WATT_HOURS_FROM,
+    print_bytes,
+    print_seconds,
+    print_tokens,
+)
 
 # (key, title, unit, whether the axis begins at 0, divisor)
 CURVES = (
@@ -75,7 +79,12 @@ def sections(s: RunSummary, columns: Columns) -> list[Section]:
         profiled = [Section("Profile", (Note(f"The trace cannot be read: {error.message}", "warning"),), id="profile")]
     notes = (Note(text, "warning") for text in warnings if text)
     return [
-        Section("", (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *notes), id="top"),
+        Section(
+            "",
+            (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *notes, *funder_items(s)),
+            id="top",
+            is_page=True,
+        ),
         overview(s),
         Section("Training", tuple(curves(s, columns)), id="training"),
         life(s, columns),
@@ -94,21 +103,24 @@ def sections(s: RunSummary, columns: Columns) -> list[Section]:
 
 
 def cards(s: RunSummary) -> Cards:
-    used, basis = energy_card(s.energy)
+    used, basis = print_energy(s.energy)
     carbon_note, c = "energy was not measured", s.energy.carbon
     if c is not None:
         grid = c.grid.value
         carbon_note = "grid intensity unknown" if grid is None else f"{s.energy.basis}; {grid:g} g/kWh"
     resumes = sum(isinstance(e, Resumed) for e in s.events)
+    mfu_note = "of the dense bf16 peak"
+    if s.mfu is None:
+        mfu_note = "no step is logged" if s.tokens_per_second is None else "the device's peak is unknown"
     return Cards((
         Card(state(s), "state", when(s.updated_at)),
-        Card(print_tokens(s.tokens), "tokens", f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""),
-        Card(number(s.loss), "training loss", "median of the last 10 logged steps"),
-        Card(rate(s.tokens_per_second), "throughput", "median of the last 200 logged steps"),
-        Card(percent(s.mfu), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
+        Card(figure(s, "tokens"), "tokens", f"of {figure(s, 'planned tokens')}" if s.target_tokens else ""),
+        Card(figure(s, "training loss"), "training loss", "median of the last 10 logged steps"),
+        Card(figure(s, "throughput"), "throughput", "median of the last 200 logged steps"),
+        Card(figure(s, "MFU"), "MFU", mfu_note),
         Card(used, "energy", basis),
-        Card(print_carbon(c.location_kg if c else None), "CO2e, location-based", carbon_note),
-        Card(percent(goodput(s), "not known"), "goodput", counted(resumes, "resume")),
+        Card(figure(s, "CO2e, location-based"), "CO2e, location-based", carbon_note),
+        Card(figure(s, "goodput"), "goodput", counted(resumes, "resume") if s.life else "no start is recorded"),
     ))  # fmt: skip
 
 
@@ -127,16 +139,15 @@ def overview(s: RunSummary) -> Section:
     rows = [
         ("run", s.name),
         ("model", s.model),
-        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("parameters", figure(s, "parameters")),
         ("data", f"{source}, sequences of {data.get('seq_len', '?')}, "
          f"batch {print_tokens(data.get('batch_tokens'))} tokens"),
         ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} "
          f"({s.device or 'unknown device'})"),
         ("layout", layout_text(s.layout) or "one device holds everything"),
-        ("training period", f"{when(s.started_at)}, {when(s.updated_at)}"),
-        ("step", "none yet" if s.step is None else f"{s.step:,}"),
-        ("step time", print_seconds(s.step_seconds)),
-        ("memory, highest device", print_bytes(s.memory_bytes)),
+        ("training period", period(s)),
+        ("step", "none yet" if s.step is None else figure(s, "step")),
+        *((name, figure(s, name)) for name in ("step time", "throughput per device", "memory, highest device")),
         ("slowest rank", "unknown" if s.slowest_rank is None else behind),
     ]  # fmt: skip
     return Section("Overview", (DataTable(("", ""), [(k, redact_text(v)) for k, v in rows]),), id="what")
@@ -304,7 +315,7 @@ def plan_sections(s: RunSummary) -> list[Section]:
 def evaluation(s: RunSummary) -> Section:
     items: list[Item] = []
     if s.val_loss is not None:
-        items.append(Note(f"Validation loss {number(s.val_loss)} nats per token."))
+        items.append(Note(f"Validation loss {figure(s, 'validation loss')} nats per token."))
     items += _by_source([e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None])
     # One row per task, group and metric: the newest, because a run is evaluated again as it goes on.
     names = ("task", "group", "metric")
@@ -433,6 +444,7 @@ def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
         "runs": len(runs),
         "copies": len(summaries) - len(runs),
         "tokens": sum(s.tokens for s in runs if s.tokens is not None),
+        "node_hours": sum_or_unknown(s.node_hours for s in runs),
         "runs_measured": len(measured),
         **{key: total(key) for key in ("it_kwh", "kwh", "location_kg")},
     }
@@ -444,14 +456,10 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         (
             label,
             state(s),
-            print_tokens(s.tokens),
-            number(s.loss),
-            rate(s.tokens_per_second),
-            percent(s.mfu),
-            print_bytes(s.memory_bytes),
-            energy_card(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
-            print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None),
-            watts(s.energy.mean_watts),
+            *(figure(s, name) for name in ("tokens", "training loss", "throughput", "MFU", "memory, highest device")),
+            print_energy(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
+            figure(s, "CO2e, location-based"),
+            figure(s, "mean power"),
         )
         for s, label in zip(summaries, labels, strict=True)
     ]
@@ -462,9 +470,9 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
         measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
         text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
-    text += f" Tokens together: {print_tokens(sums['tokens'])}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
     table = DataTable(columns, rows, right=tuple(range(2, 10)))
-    return [Section(counted(len(summaries), "run"), (table, Note(text)), id="all")]
+    items = (*joint_items(summaries, sums), table, Note(text))
+    return [Section(counted(len(summaries), "run"), items, id="all", is_page=True)]

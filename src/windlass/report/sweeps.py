@@ -8,16 +8,16 @@ from typing import Any
 
 from windlass.config.load import flatten, read_toml, validate
 from windlass.config.sweep import SweepConfig
+from windlass.energy.totals import print_energy
 from windlass.errors import WindlassError
 from windlass.figures import DataTable, Item, Note, Section
 from windlass.figures.sweep import counts, heat_maps, pareto, scaling, sweep_sections
 from windlass.files import read_json
 from windlass.report.collect import RunSummary, folders_with
-from windlass.report.tables import energy_card, percent, rate, state
-from windlass.units import print_bytes
+from windlass.report.tables import figure, state
 
 # Tables that do not change how fast a step is.
-UNCOMPARED_TABLES = ("name", "notes", "seed", "launch", "trackers", "profile", "save", "energy")
+UNCOMPARED_TABLES = ("name", "notes", "project", "seed", "launch", "trackers", "profile", "save", "energy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def compared(runs: Sequence[RunSummary], root: Path) -> list[Section]:
         ("run", "state", *keys[:4], "speed", "MFU", "memory", "energy"),
         [
             (r.name, state(r), *(str(values[id(r)].get(k)) for k in keys[:4]),
-             rate(r.tokens_per_second), percent(r.mfu), print_bytes(r.memory_bytes), energy_card(r.energy)[0])
+             *(figure(r, name) for name in ("throughput", "MFU", "memory, highest device")), print_energy(r.energy)[0])
             for r in sorted(runs, key=lambda r: -(r.tokens_per_second or 0.0))
         ],
         right=tuple(range(2 + len(keys[:4]), 6 + len(keys[:4]))),

@@ -2,11 +2,23 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from windlass.energy.carbon import print_carbon
+from windlass.energy.totals import RunEnergy
 from windlass.figures import DataTable
-from windlass.report.collect import RunEnergy, RunSummary
-from windlass.units import print_bytes, print_figure, print_joules, print_seconds, print_tokens
+from windlass.report.collect import RunSummary
+from windlass.units import (
+    print_bytes,
+    print_figure,
+    print_joules,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_share,
+    print_tokens,
+    print_watts,
+)
 
 # The first second of a year with five digits: a later time comes from a damaged line.
 MAX_TIME = 253_402_300_800.0
@@ -31,8 +43,64 @@ def number(value: float | None, digits: int = 4, unknown: str = "not measured") 
     return unknown if value is None else print_figure(value, digits)
 
 
-def percent(value: float | None, unknown: str = "unknown") -> str:
-    return unknown if value is None else f"{100 * value:.1f} %"
+def kwh(value: float | None, unknown: str = "unknown") -> str:
+    return unknown if value is None else print_joules(value * 3.6e6)
+
+
+def count(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
+
+
+# Every figure of a run: where `windlass report RUN --json` has it, and how all views print it.
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "step": ("step", count),
+    "tokens": ("tokens", print_tokens),
+    "planned tokens": ("target_tokens", print_tokens),
+    "training loss": ("loss", number),
+    "validation loss": ("val_loss", number),
+    "throughput": ("tokens_per_second", print_rate),
+    "throughput per device": ("tokens_per_second_per_device", print_rate),
+    "MFU": ("mfu", print_share),
+    "step time": ("step_seconds", print_seconds),
+    "memory, highest device": ("memory_bytes", print_bytes),
+    "parameters": ("parameters", count),
+    "devices": ("world_size", count),
+    "goodput": ("life.goodput", lambda value: print_share(value, "not known")),
+    "goodput without waits": ("life.goodput_active", lambda value: print_share(value, "not known")),
+    "wall time": ("life.wall_seconds", print_seconds),
+    "node-hours": ("node_hours", print_node_hours),
+    "lost steps": ("life.lost_steps", count),
+    "IT energy": ("energy.carbon.it_kwh", kwh),
+    "energy with PUE": ("energy.carbon.kwh", kwh),
+    "CO2e, location-based": ("energy.carbon.location_kg", print_carbon),
+    "CO2e, market-based": ("energy.carbon.market_kg", print_carbon),
+    "energy per billion tokens": ("energy.kwh_per_billion_tokens", kwh),
+    "energy per token": ("energy.joules_per_token", print_joules),
+    "energy per step": ("energy.joules_per_step", print_joules),
+    "mean power": ("energy.mean_watts", print_watts),
+}
+
+
+def figure(summary: RunSummary, name: str) -> str:
+    """The text of one of FIGURES."""
+    path, show = FIGURES[name]
+    value: Any = summary
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return show(value)
+
+
+def progress(summary: RunSummary) -> str:
+    """`39.32M of 40M`."""
+    planned = f" of {figure(summary, 'planned tokens')}" if summary.target_tokens else ""
+    return figure(summary, "tokens") + planned
+
+
+def period(summary: RunSummary) -> str:
+    """From the first to the last sign of life."""
+    if summary.started_at is None and summary.updated_at is None:
+        return "dates not known"
+    return f"{when(summary.started_at)} to {when(summary.updated_at)}"
 
 
 def counted(count: int | None, word: str) -> str:
@@ -40,39 +108,10 @@ def counted(count: int | None, word: str) -> str:
     return f"{'?' if count is None else count} {word}" + ("" if count == 1 else "s")
 
 
-def rate(value: float | None) -> str:
-    if value is None:
-        return "not measured"
-    return f"{print_tokens(value) if value >= 1e5 else format(value, ',.0f')} tokens/s"
-
-
-def watts(value: float | None) -> str:
-    if value is None:
-        return "not measured"
-    for scale, unit in ((1e6, "MW"), (1e3, "kW")):
-        if value >= 0.9995 * scale:
-            return f"{print_figure(value / scale)} {unit}"
-    return f"{value:.0f} W"
-
-
 def when(seconds: float | None) -> str:
     if seconds is None or not 0 <= seconds < MAX_TIME:
         return "unknown"
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
-
-def kwh(value: float | None, unknown: str = "unknown") -> str:
-    return unknown if value is None else print_joules(value * 3.6e6)
-
-
-def energy_card(energy: RunEnergy) -> tuple[str, str]:
-    """(value, note): facility energy where the PUE is known."""
-    if energy.carbon is None:
-        return "not measured", energy.ledger.coverage
-    basis, facility = "modelled" if energy.basis == "modelled" else "measured", energy.carbon.kwh
-    if facility is None:
-        return kwh(energy.carbon.it_kwh), f"{basis}; PUE unknown, IT only"
-    return kwh(facility), f"{basis}; with PUE"
 
 
 def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
@@ -88,30 +127,31 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
     def factor(value: float | None, source: str) -> str:
         return source if value is None else f"{value:g} g/kWh, {source}"
 
-    def joules(value: float | None) -> str:
-        return "unknown" if value is None else print_joules(value)
-
     is_facility = c.kwh is not None
     rows = [
-        (f"IT energy{tag}", kwh(c.it_kwh), basis),
+        (f"IT energy{tag}", figure(summary, "IT energy"), basis),
         ("PUE", number(c.pue.value, 3, "unknown"), c.pue.source),
-        (f"with PUE{tag}", kwh(c.kwh), "IT energy x PUE" if is_facility else "PUE unknown"),
-        (f"CO2, location-based{tag}", print_carbon(c.location_kg), factor(c.grid.value, c.grid.source)),
+        (f"with PUE{tag}", figure(summary, "energy with PUE"), "IT energy x PUE" if is_facility else "PUE unknown"),
+        (f"CO2, location-based{tag}", figure(summary, "CO2e, location-based"), factor(c.grid.value, c.grid.source)),
         (
             f"CO2, location-based, IT only{tag}",
             print_carbon(c.location_it_only_kg),
             "without PUE, for comparison with reports that leave it out",
         ),
-        (f"CO2, market-based{tag}", print_carbon(c.market_kg), factor(c.market.value, c.market.source)),
-        (f"per billion tokens{tag}", kwh(e.kwh_per_billion_tokens), "with PUE" if is_facility else "IT only"),
-        (f"per token{tag}", joules(e.joules_per_token), "IT energy"),
-        (f"per step{tag}", joules(e.joules_per_step), "IT energy, start-up and repeated steps included"),
+        (f"CO2, market-based{tag}", figure(summary, "CO2e, market-based"), factor(c.market.value, c.market.source)),
+        (
+            f"per billion tokens{tag}",
+            figure(summary, "energy per billion tokens"),
+            "with PUE" if is_facility else "IT only",
+        ),
+        (f"per token{tag}", figure(summary, "energy per token"), "IT energy"),
+        (f"per step{tag}", figure(summary, "energy per step"), "IT energy, start-up and repeated steps included"),
     ]
     if e.mean_watts is not None:
         over = f"{counted(ledger.nodes_measured, 'node')}, over {print_seconds(ledger.wall_seconds)} measured"
-        rows.append(("mean power", watts(e.mean_watts), over))
+        rows.append(("mean power", figure(summary, "mean power"), over))
     if ledger.startup_joules is not None:
-        rows.append(("before the first steps", joules(ledger.startup_joules), "imports, compilation, loading"))
+        rows.append(("before the first steps", print_joules(ledger.startup_joules), "imports, compilation, loading"))
     forecast = "no plan.json with energy" if e.forecast_kwh is None else "whole run, with PUE"
     rows += [("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
     return [*rows, ("", "", c.co2_equivalent)] if c.co2_equivalent else rows
@@ -137,13 +177,14 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
         return []
     tokens = f", {print_tokens(h.lost_tokens)} tokens" if h.lost_tokens is not None else ""
     return [
-        ("goodput (productive / wall time)", percent(h.goodput)),
-        ("goodput without waits between jobs", percent(h.goodput_active)),
-        ("wall time", print_seconds(h.wall_seconds)),
+        ("goodput (productive / wall time)", figure(summary, "goodput")),
+        ("goodput without waits between jobs", figure(summary, "goodput without waits")),
+        ("wall time", figure(summary, "wall time")),
+        ("node-hours used", figure(summary, "node-hours")),
         ("time with processes running", print_seconds(h.active_seconds)),
         ("productive time", print_seconds(h.useful_seconds)),
         ("faults, resumes", f"{h.faults}, {h.resumes}"),
-        ("steps lost to faults", f"{h.lost_steps:,} steps{tokens}"),
+        ("steps lost to faults", f"{figure(summary, 'lost steps')} steps{tokens}"),
         ("saves", f"{h.saves}" + (f", {h.failed_saves} failed" if h.failed_saves else "")),
         ("training waited for saves",
          f"{print_seconds(h.stall_seconds)}, median {print_seconds(h.median_stall_seconds)}"),
@@ -171,10 +212,6 @@ def segment_table(summary: RunSummary) -> DataTable:
     return DataTable(columns, rows, right=(2, 4, 5, 6, 7, 8), caption=caption)
 
 
-def goodput(summary: RunSummary) -> float | None:
-    return summary.life.goodput if summary.life else None
-
-
 def checkpoint_table(summary: RunSummary) -> DataTable:
     rows = [
         (
@@ -192,18 +229,21 @@ def checkpoint_table(summary: RunSummary) -> DataTable:
 
 
 PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
+    "tokens/s": lambda value: print_rate(value).removesuffix(" tokens/s"),
+    "MFU": lambda value: print_share(value, "not measured"),
     "bytes": print_bytes,
     "kWh": lambda value: kwh(value, "not measured"),
+    "node-hours": print_node_hours,
     "s": lambda value: "not measured" if value is None else print_seconds(value),
 }
 
 
-def plan_table(rows: Sequence[tuple[str, float | None, float | None]]) -> DataTable:
-    """Each row's name carries its unit after a comma."""
+def plan_table(rows: Sequence[tuple[str, float | None, float | None]], heading: str = "") -> DataTable:
+    """A row's name has its unit after a comma, or is one itself."""
     texts = []
     for title, predicted, measured in rows:
         error = f"{100 * (measured / predicted - 1):+.1f} %" if predicted and measured is not None else ""
         name, _, unit = title.partition(", ")
-        show = PLAN_UNITS.get(unit, number)
+        show = PLAN_UNITS.get(unit or title, number)
         texts.append((name, show(predicted), show(measured), error))
-    return DataTable(("", "predicted", "measured", "error"), texts, right=(1, 2, 3))
+    return DataTable((heading, "predicted", "measured", "error"), texts, right=(1, 2, 3))

@@ -7,12 +7,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from windlass.energy.totals import print_energy_basis
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary, collect, sample_columns
-from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known, last_known
-from windlass.report.tables import counted, energy_card, goodput, number, percent, rate, silence, state, watts
+from windlass.report.columns import LONG_FILE_BYTES, Columns
+from windlass.report.tables import counted, figure, number, progress, silence, state
 from windlass.runs.events import LayersMeasured, Saved
 from windlass.runs.folder import Run
-from windlass.units import print_bytes, print_seconds, print_tokens
+from windlass.runs.measured import Numbers, known, last_known
+from windlass.units import print_seconds, print_watts
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
@@ -63,22 +65,20 @@ def band(values: Numbers, last: int = 50) -> str:
 
 def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
     saves = [e.time for e in s.events if isinstance(e, Saved) and e.time is not None]
-    used, basis = energy_card(s.energy)
-    target = f" of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
     status = state(s, now)
     return [
-        ("recent loss", number(s.loss)),
-        ("tokens", print_tokens(s.tokens) + target),
-        ("val loss", number(s.val_loss, unknown="none yet")),
+        ("recent loss", figure(s, "training loss")),
+        ("tokens", progress(s)),
+        ("val loss", "none yet" if s.val_loss is None else figure(s, "validation loss")),
         ("time left", print_seconds(s.eta_seconds) if status == "running" else status),
-        ("tokens/s", rate(s.tokens_per_second).removesuffix(" tokens/s")),
-        ("step", "none yet" if s.step is None else f"{s.step:,} ({print_seconds(s.step_seconds)})"),
-        ("MFU", percent(s.mfu)),
-        ("goodput", percent(goodput(s), "not known")),
-        ("memory", print_bytes(s.memory_bytes)),
+        ("tokens/s", figure(s, "throughput").removesuffix(" tokens/s")),
+        ("step", "none yet" if s.step is None else f"{figure(s, 'step')} ({figure(s, 'step time')})"),
+        ("MFU", figure(s, "MFU")),
+        ("goodput", figure(s, "goodput")),
+        ("memory", figure(s, "memory, highest device")),
         ("utilisation", band(columns.get("utilization"))),
-        ("power", watts(s.watts)),
-        ("energy", used if s.energy.carbon is None else f"{used}, {basis.split(';')[0]}"),
+        ("power", print_watts(s.watts)),
+        ("energy", print_energy_basis(s.energy)),
         ("last save", f"{print_seconds(max(0.0, now - saves[-1]))} ago" if saves else "none yet"),
         (
             "slowest",

@@ -8,12 +8,13 @@ from typing import Any
 
 import windlass
 from windlass.figures import Cards, Chart, DataTable, Heat, Note, Section, page, save_page, save_picture
-from windlass.report.collect import collect
+from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
+from windlass.report.model_card import content_summary, data_section, front_matter, model_card, usage
 from windlass.report.redact import publishable, redact
-from windlass.report.sections import joined, sections, together
+from windlass.report.sections import evaluation, joined, sections, together
 from windlass.report.sweeps import SweepView
-from windlass.report.tables import counted, when
+from windlass.report.tables import counted, period
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
@@ -32,8 +33,7 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
     summaries = [collect(run, columns=one) for run, one in zip(runs, columns, strict=True)]
     if len(runs) == 1 and not sweeps:
         s = summaries[0]
-        period = f"{when(s.started_at)} to {when(s.updated_at)}"
-        return s.name, f"{s.model}, on {s.cluster}; {period}", publishable(sections(s, columns[0]))
+        return s.name, f"{s.model}, on {s.cluster}; {period(s)}", publishable(sections(s, columns[0]))
     # The runs' folders, relative to the one that holds them all.
     paths = [run.path.resolve() for run in runs]
     top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
@@ -92,6 +92,13 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
     return save_page(path or run.report_file, html_report([run]))
+
+
+def hub_readme(summary: RunSummary, library: str) -> str:
+    """README.md of an exported folder: what the Hugging Face Hub reads, then usage, model card and training data."""
+    chapters = [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
+    title, _, card = markdown(summary.name, publishable(chapters)).partition("\n\n")
+    return f"{front_matter(summary, library)}{title}\n\n{usage(summary, library)}\n{card}"
 
 
 def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:

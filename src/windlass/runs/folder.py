@@ -281,7 +281,7 @@ def _replaced_config(run: Run, recipe: Recipe) -> Event:
 # Keys and tables that may change between two starts. The second line changes no result. The last three say where the
 # run and its data are: a run may be moved, and the token store is compared with store.json.
 CHANGEABLE = (
-    "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes",
+    "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes", "project",
     "train.log_every", "train.eval_every", "train.watchdog_seconds",
     "cluster", "nodes", "data.store",
 )  # fmt: skip
@@ -305,7 +305,7 @@ def accepted_changes(run: Run, old: Recipe, new: Recipe) -> list[Event]:
             f"{run.path} was started with another recipe; {len(refused)} changed:{diff}",
             hint=f"change them back, or train a new run from these weights on purpose: `windlass train RECIPE "
             f"--run NEW_FOLDER save.load={run.path}`; train.steps, data.tokens, train.log_every, train.eval_every, "
-            "train.watchdog_seconds, [layout], [save], [trackers], [launch], [profile], [energy] and notes may change",
+            "train.watchdog_seconds, [layout], [save], [trackers], [launch], [profile], [energy], [project] and notes may change",
         )
     events: list[Event] = []
     if recorded := {key: value for key, value in changes.items() if _is_below(key, CHANGEABLE)}:

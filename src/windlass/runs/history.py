@@ -52,6 +52,7 @@ class Segment:
     # stopped, finished, fault, hang, gave_up, cut off, or running.
     end: str
     world_size: int | None
+    nodes: int | None
     first_step: int
     # The last step that was trained.
     last_step: int
@@ -77,6 +78,8 @@ class RunHistory:
     wall_seconds: float | None = None
     # Time in which a process group existed.
     active_seconds: float | None = None
+    # Of all attempts: the time in which an attempt's processes existed x its nodes.
+    node_hours: float | None = None
     # Time in training steps that the final weights contain.
     useful_seconds: float | None = None
     # useful / wall: the share of wall time that moved the run forward.
@@ -105,13 +108,15 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine | StepTime
     times = [[_time(item) for item in items] for items in (events, lines)]
     jumps = [b for series in times for a, b in pairwise(series) if b < a - CLOCK_SECONDS]
     segments: list[Segment] = []
-    wall = active = useful = None
+    wall = active = useful = node_hours = None
     if begins and not jumps:
         segments = [
             _segment(events, lines, begin, end) for begin, end in pairwise([*begins, None]) if begin is not None
         ]
         wall = segments[-1].ended_at - segments[0].began_at
         active = sum(s.ended_at - s.began_at for s in segments)
+        node_seconds = [(s.ended_at - s.began_at) * s.nodes for s in segments if s.nodes is not None]
+        node_hours = sum(node_seconds) / 3600 if len(node_seconds) == len(segments) else None
         useful = sum(s.train_seconds - s.lost_seconds for s in segments)
         lost = sum(s.lost_steps for s in segments)
     else:  # without comparable times only what the events count themselves is known
@@ -126,6 +131,7 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine | StepTime
         segments=segments,
         wall_seconds=wall,
         active_seconds=active,
+        node_hours=node_hours,
         useful_seconds=useful,
         goodput=_share(useful, wall),
         goodput_active=_share(useful, active),
@@ -192,6 +198,7 @@ def _segment(
         ended_at=max(signs),
         end=close.event if close is not None else ("running" if end is None else "cut off"),
         world_size=start.world_size,
+        nodes=start.nodes,
         first_step=first,
         last_step=last,
         kept_step=min(kept, last),

@@ -15,6 +15,7 @@ from typing import Any
 
 from windlass.config import Recipe, validate
 from windlass.config.toml_text import to_toml
+from windlass.energy.ledger import read_ledger
 from windlass.errors import ConfigError, RunError
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.figures.leaderboard import leaderboard, leaderboard_sections
@@ -26,6 +27,7 @@ from windlass.launch.sweep.points import SweepPoint
 from windlass.layout.types import AXES, REPLICA_AXES
 from windlass.runs.events import Started
 from windlass.runs.folder import Run
+from windlass.runs.measured import measure_lines
 
 # Of a sweep over recipes, with the sweep's axes after the first four. `step_spread` is (90th - 10th percentile) /
 # median of the step times; predicted memory is what the run would show as its peak, needed memory what must fit
@@ -36,11 +38,11 @@ RECIPE_COLUMNS = (
     "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device",
     "mfu", "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes",
     "oom_chance", "step_seconds", "predicted_step_seconds", "step_spread", "joules_per_token", "kwh_per_step",
-    "energy_joules", "loss", "seconds",
+    "energy_joules", "modelled_joules", "loss", "seconds",
 )  # fmt: skip
 COMMAND_COLUMNS = ("point", "outcome", "evidence", "detail", "devices", "seconds")
 LAYOUT_COLUMNS = ("shard", "micro_batch", "tensor", "pipeline", "context", "expert", "offload")
-MEDIAN_KEYS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
+FIGURES = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds", "memory_bytes", "loss")
 SKIP_LINES = 2  # first metric lines that are left out: compilation and caches settle there
 Row = dict[str, Any]
 
@@ -115,8 +117,11 @@ def _recipe_columns(recipe: Recipe, run: Run, expected: Expectation) -> Row:
 
 
 def measured(run: Run) -> Row:
-    """From the run folder: medians after the first steps. None: not measured."""
-    lines = [line.as_dict() for line in run.metrics_lines()]
+    """From the run folder, as its report has them; energy per token and per step without the start. None: not
+    measured."""
+    logged = list(run.metrics_lines())
+    figures, ledger = measure_lines(logged, next(run.events(Started), Started()).world_size), read_ledger(run)
+    lines = [line.as_dict() for line in logged]
     kept = lines[SKIP_LINES:] if len(lines) > SKIP_LINES + 2 else lines
     steps = _numbers(kept, "step_seconds")
     deciles = quantiles(steps, n=10, method="inclusive") if len(steps) >= 4 else None
@@ -127,12 +132,12 @@ def measured(run: Run) -> Row:
     )  # what the counter rose by over the kept steps
     energy = joules if joules > 0 and tokens > 0 and count > 0 else None
     return {
-        **{key: median(numbers) if (numbers := _numbers(kept, key)) else None for key in MEDIAN_KEYS},
-        "memory_bytes": max(_numbers(lines, "memory_bytes"), default=None),
+        **{key: getattr(figures, key) for key in FIGURES},
         "step_spread": (deciles[-1] - deciles[0]) / median(steps) if deciles else None,
         "joules_per_token": None if energy is None else energy / tokens,
         "kwh_per_step": None if energy is None else energy / count / 3.6e6,
-        **{key: next(reversed(_numbers(lines, key)), None) for key in ("energy_joules", "loss")},
+        "energy_joules": ledger.joules,
+        "modelled_joules": ledger.modelled_joules,
     }
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from windlass.energy.totals import print_energy
 from windlass.errors import WindlassError
 from windlass.figures import Cards, Chart, DataTable, Heat, Note, Section
 from windlass.figures.html import spec
@@ -29,7 +30,7 @@ from windlass.report.sections import (
     validations,
 )
 from windlass.report.sweeps import compared, find_sweeps
-from windlass.report.tables import counted, energy_card, goodput, state
+from windlass.report.tables import counted, figure, progress, state
 from windlass.runs.metrics import METRICS
 
 Query = Mapping[str, Sequence[str]]
@@ -60,6 +61,12 @@ SUMMARY_KEYS = (
 )  # fmt: skip
 
 
+LIST_FIGURES = {
+    "loss": "training loss", "tokens_per_second": "throughput", "mfu": "MFU", "goodput": "goodput",
+    "node_hours": "node-hours",
+}  # fmt: skip
+
+
 def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
     with ThreadPoolExecutor(LIST_THREADS) as pool:
         rows = list(pool.map(_row, folder.views()))
@@ -68,7 +75,7 @@ def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
 
 def _row(view: RunView) -> dict[str, Any]:
     s, losses = view.glance()
-    used, basis = energy_card(s.energy)
+    used, basis = print_energy(s.energy)
     return {
         **{key: getattr(s, key) for key in SUMMARY_KEYS},
         "id": view.id,
@@ -79,7 +86,13 @@ def _row(view: RunView) -> dict[str, Any]:
         "energy_how": basis,
         "joules": s.energy.joules,
         "basis": s.energy.basis,
-        "goodput": goodput(s),
+        "goodput": s.life.goodput if s.life else None,
+        "node_hours": s.node_hours,
+        # As every other view prints them.
+        "texts": {
+            "tokens": progress(s),
+            **{key: figure(s, name).removesuffix(" tokens/s") for key, name in LIST_FIGURES.items()},
+        },
         "spark": losses,
     }
 

@@ -17,8 +17,7 @@ from windlass.planner.page import carbon, number, stacked
 from windlass.planner.record import plan_json
 from windlass.planner.search import RANKING, search
 from windlass.planner.task import make_task
-from windlass.report.tables import percent
-from windlass.units import print_tokens
+from windlass.units import print_share, print_tokens
 
 # Shapes in the proportions of published models: name -> (layers, width, ffn, heads, kv_heads, vocabulary).
 MODEL_SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
@@ -120,7 +119,7 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
     ranking = DataTable(
         ("layout", "days", "tokens/s per device", "MFU", "GiB", "MWh", "CO2e", "reason"),
         [
-            (layout, f"{r['days']:,.1f}", f"{r['tokens_per_second_per_device']:,.0f}", percent(r["mfu"]),
+            (layout, f"{r['days']:,.1f}", f"{r['tokens_per_second_per_device']:,.0f}", print_share(r["mfu"]),
              f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]),
              r["reason"])
             for layout, r in zip(layouts, rows, strict=True)
@@ -148,7 +147,7 @@ def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:
     return Cards((
         Card(f"{best['days']:,.1f} days", "to train", note),
         Card(layout, "preferred layout", speed),
-        Card(percent(best["mfu"]), "MFU", str(best["mfu_denominator"])),
+        Card(print_share(best["mfu"]), "MFU", str(best["mfu_denominator"])),
         Card(f"{best['memory_gib']:.0f} GiB", "memory", f"of {best['memory_limit_gib']:.0f} GiB"),
         Card(energy, "energy", f"PUE {best['pue']:g}"),
         Card(carbon(best["tco2e"]), "CO2e, location-based", f"market-based: {carbon(best['tco2e_market'])}"),

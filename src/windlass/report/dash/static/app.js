@@ -88,10 +88,9 @@ async function runsPage(mine) {
   function row(r, twice) {
     const tick = el("input", { type: "checkbox", "aria-label": `compare ${r.name}`, "data-id": r.id, checked: picked.has(r.id), on: { change: () => { tick.checked ? picked.add(r.id) : picked.delete(r.id); draw(true); } } });
     const num = (text) => el("td", { class: "n" }, text);
-    const part = r.target_tokens ? `${short(r.tokens, 1)} of ${short(r.target_tokens, 1)}` : short(r.tokens, 1);
     const silent = r.status === "silent";
     return el("tr", null, el("td", null, tick), el("td", { class: "wrap name" }, el("a", { href: `#/run/${r.id}` }, breakable(r.name)), twice || !r.name.endsWith(r.path.split("/").pop()) ? el("div", { class: "faint" }, breakable(r.path)) : null), el("td", null, el("span", { class: `state ${r.status}`, title: silent ? "no new line for long: is the job still in the queue's list?" : null }, r.status), r.problem ? el("div", { class: "faint" }, r.problem) : null),
-      num(r.loss === null ? "" : r.loss.toFixed(3)), el("td", null, spark(r.spark)), num(part), num(short(r.tokens_per_second)), num(percent(r.mfu)), num(percent(r.goodput)), el("td", { class: "n" }, r.energy, r.basis === "modelled" ? el("div", { class: "faint" }, "modelled") : null), num(r.devices === null ? "" : r.devices), num(ago(r.updated_at)));
+      num(r.texts.loss), el("td", null, spark(r.spark)), num(r.texts.tokens), num(r.texts.tokens_per_second), num(r.texts.mfu), num(r.texts.goodput), el("td", { class: "n" }, r.energy, r.basis === "modelled" ? el("div", { class: "faint" }, "modelled") : null), num(r.devices === null ? "" : r.devices), num(ago(r.updated_at)));
   }
   let have = "";
   async function draw(anew) {

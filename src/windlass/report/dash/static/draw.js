@@ -129,9 +129,6 @@ function short(value, digits = 2) {
   for (const [size, name] of SCALES) if (Math.abs(value) >= size) return `${(value / size).toFixed(digits).replace(/\.?0+$/, "")}${name}`;
   return Number(value.toPrecision(4)).toString();
 }
-function percent(value) {
-  return value === null || value === undefined ? "unknown" : `${(100 * value).toFixed(1)} %`;
-}
 function ago(seconds) {
   if (seconds === null || seconds === undefined) return "unknown";
   const gone = Math.max(0, Date.now() / 1000 - seconds);
