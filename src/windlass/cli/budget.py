@@ -15,6 +15,8 @@ from windlass.units import parse_tokens, print_tokens
 if TYPE_CHECKING:
     from windlass.planner.budget import BudgetResult
 
+DROP = ("CO2e", "per parameter", "MWh")
+
 
 def budget(
     cluster: Annotated[str, typer.Option(help="Cluster (windlass clusters lists them).")],
@@ -91,7 +93,7 @@ def budget(
         as_json,
         page.budget_json(result),
         *(f"written: {path}" for path in written),
-        table(title, page.BUDGET_COLUMNS, page.table_rows(result), right=tuple(range(1, 9))),
+        table(title, page.BUDGET_COLUMNS, page.table_rows(result), right=tuple(range(1, 9)), drop=DROP),
         *_lines(result, target),
     )
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from windlass.data.store import Store
     from windlass.data.tokenize import TokenizeProgress, TokenizeResult
 
+SOURCE_DROP = ("text bytes", "tokens/byte", "validation", "documents")
+LEDGER_DROP = ("kind", "consent", "language")
+
 
 # -- tokenize ------------------------------------------------------------------------------------------------------
 
@@ -235,8 +238,8 @@ def _source_tables(store: Store) -> list[Table]:
         rows.append((name, info.language or "unknown", *cells(row)[:2], held_out, *cells(row)[2:]))
     titles = ("source", "language", *columns[:2], "validation", *columns[2:])
     languages = [(name, *cells(row)) for name, row in by_language(store).items()]
-    by_languages = table("by language", ("language", *columns), languages, right=range(1, 6))
-    return [table(None, titles, rows, right=range(2, 8)), *([by_languages] if len(languages) > 1 else [])]
+    by_languages = table("by language", ("language", *columns), languages, right=range(1, 6), drop=SOURCE_DROP[:2])
+    return [table(None, titles, rows, right=range(2, 8), drop=SOURCE_DROP), *([by_languages] if len(languages) > 1 else [])]
 
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
@@ -254,7 +257,7 @@ def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
     show(
         as_json,
         {"ledger": store.ledger(), "ledger_hash": store.ledger_hash, "summary_file": str(target)},
-        table(f"ledger {store.ledger_hash or '(none)'}", ("source", *unknown, "tokens"), rows, right=(6,)),
+        table(f"ledger {store.ledger_hash or '(none)'}", ("source", *unknown, "tokens"), rows, right=(6,), drop=LEDGER_DROP),
         f"summary of training content: {target}",
     )
 
@@ -305,5 +308,5 @@ def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool)
         for row in rows
     ]  # fmt: skip
     titles = ("language", "tokenizer", "vocabulary", "tokens/word", "tokens/byte", "bytes measured")
-    fertility = table("fertility (fewer tokens per word is better)", titles, cells, right=(2, 3, 4, 5))
+    fertility = table("fertility (fewer tokens per word is better)", titles, cells, right=(2, 3, 4, 5), drop=("bytes measured", "vocabulary"))
     show(as_json, {"tokenizer": path, "fertility": rows}, f"tokenizer: {path}" if path else None, fertility)

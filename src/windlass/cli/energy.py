@@ -103,7 +103,7 @@ def energy(
         "notes": notes,
     }
     sources, missing = tables.source_table(measured), sorted(ledger.missing.items())
-    by_source = table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4))
+    by_source = table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4), drop=("nodes", "method", "note"))
     title = None if sources.rows else f"{summary.name}: energy"
     show(
         as_json,

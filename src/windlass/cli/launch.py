@@ -36,6 +36,8 @@ JOB_COLUMNS = (
     "link", "job", "state", "reason", "nodes", "ran", "limit", "node-hours", "from step", "to step", "source",
 )  # fmt: skip
 
+JOB_DROP = ("source", "from step", "limit", "nodes", "node-hours", "reason")
+
 
 def launch(
     recipe: RecipeArgument,
@@ -200,7 +202,7 @@ def _findings_table(prepared: PreparedLaunch) -> Table | None:
         )
         for f in prepared.findings
     ]
-    return table("Checks", ("", "rule", "finding", "source"), rows) if rows else None
+    return table("Checks", ("", "rule", "finding", "source"), rows, drop=("source",)) if rows else None
 
 
 def jobs(
@@ -241,11 +243,11 @@ def jobs(
         show(as_json, {**listed, **groups}, *tables)
     elif run:
         forecast = usage.forecast_chain(runs[0], rows)
-        shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9))
+        shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9), drop=JOB_DROP)
         show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, "\n".join(forecast.lines()))
     elif rows:
         named = [(Path(entry.run).name, *_job_row(entry)) for entry in rows]
-        show(as_json, listed, table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10)))
+        show(as_json, listed, table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10), drop=JOB_DROP))
     else:
         show(as_json, listed, f"no jobs in {folder}; `windlass launch RECIPE` submits one")
 

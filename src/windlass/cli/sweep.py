@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
 
+BEST_DROP = ("point", "energy", "seeds", "time", "texts/s")
+
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="Sweep file (TOML), or a dvc.yaml with a matrix stage.")],
@@ -210,7 +212,7 @@ def _show_dry(
     show(
         as_json,
         document,
-        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8)),
+        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8), drop=("kWh", "node-h", "MFU", "oom")),
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
         sums,
@@ -307,7 +309,7 @@ def _finish(
         as_json,
         document,
         table(title, content.columns, content.rows, right=content.right),
-        table("Leaderboard", best.columns, best.rows, right=best.right) if best is not None else None,
+        table("Leaderboard", best.columns, best.rows, right=best.right, drop=BEST_DROP) if best is not None else None,
         "energy: not measured on any point" if counts.get("ok") and is_unmeasured else None,
         figures.no_winner(rows, key) if counts.get("ok") and not ranked else None,
         f"page: {page}   table: {paths[0]}",
