@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.output import show
+from windlass.cli.output import show, working
 
 
 def dash(
@@ -22,8 +22,9 @@ def dash(
 
     from windlass.report.dash.server import make_server
 
-    server = make_server(folder, port=port)
-    port, runs = server.server_port, len(server.folder.views())
+    with working(f"reading the runs in {folder}", quiet=as_json):
+        server = make_server(folder, port=port)
+        port, runs = server.server_port, len(server.folder.views())
     if as_json:
         typer.echo(json.dumps({"url": server.url, "port": port, "folder": str(folder), "runs": runs}))
     else:

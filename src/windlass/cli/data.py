@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import bar, show, table, text_of
+from windlass.cli.output import bar, show, table, text_of, working
 from windlass.errors import ConfigError, DataError
 from windlass.files import write_atomic
 from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
@@ -73,7 +73,7 @@ def tokenize(
     def progress(now: TokenizeProgress) -> None:
         rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
         rejects = f", {now.rejects:,} rejected" if now.rejects else ""
-        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}/s{rejects}"
+        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate} tokens/s{rejects}"
         update(min(now.done_bytes, now.total_bytes), now.total_bytes, text)
 
     with bar("tokenizing", quiet=as_json) as update:
@@ -177,7 +177,8 @@ def data(
 
     store = open_store(path)
     if verify:
-        problems = store.verify()
+        with working(f"checking every file of {store.path}", quiet=as_json):
+            problems = store.verify()
         checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
         listed = [{"file": problem.file, "what": problem.problem} for problem in problems]
         document = {"store": str(store.path), "whole": not problems, "problems": listed}
@@ -193,7 +194,8 @@ def data(
     if ledger:
         _ledger(store, out, as_json)
         return
-    rows, decoded = inspect.by_source(store), inspect.samples(store, samples) if samples else []
+    with working(f"reading {store.path}", quiet=as_json):
+        rows, decoded = inspect.by_source(store), inspect.samples(store, samples) if samples else []
     ratios = {name: {key: rows[name][key] for key in ("tokens_per_word", "tokens_per_byte")} for name in store.sources}
     document = {
         "store": str(store.path),
@@ -239,7 +241,10 @@ def _source_tables(store: Store) -> list[Table]:
     titles = ("source", "language", *columns[:2], "validation", *columns[2:])
     languages = [(name, *cells(row)) for name, row in by_language(store).items()]
     by_languages = table("by language", ("language", *columns), languages, right=range(1, 6), drop=SOURCE_DROP[:2])
-    return [table(None, titles, rows, right=range(2, 8), drop=SOURCE_DROP), *([by_languages] if len(languages) > 1 else [])]
+    return [
+        table(None, titles, rows, right=range(2, 8), drop=SOURCE_DROP),
+        *([by_languages] if len(languages) > 1 else []),
+    ]
 
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
@@ -257,7 +262,13 @@ def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
     show(
         as_json,
         {"ledger": store.ledger(), "ledger_hash": store.ledger_hash, "summary_file": str(target)},
-        table(f"ledger {store.ledger_hash or '(none)'}", ("source", *unknown, "tokens"), rows, right=(6,), drop=LEDGER_DROP),
+        table(
+            f"ledger {store.ledger_hash or '(none)'}",
+            ("source", *unknown, "tokens"),
+            rows,
+            right=(6,),
+            drop=LEDGER_DROP,
+        ),
         f"summary of training content: {target}",
     )
 
@@ -296,8 +307,10 @@ def compare(
     from windlass.config.sources import load_data_file
     from windlass.data import inspect, tokenizer
 
-    named = {str(path): tokenizer.load_tokenizer(path) for path in tokenizers}
-    _show_fertility(inspect.compare_tokenizers(load_data_file(file), named), None, as_json)
+    with working("tokenizing samples of every source", quiet=as_json):
+        named = {str(path): tokenizer.load_tokenizer(path) for path in tokenizers}
+        rows = inspect.compare_tokenizers(load_data_file(file), named)
+    _show_fertility(rows, None, as_json)
 
 
 def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:
@@ -308,5 +321,11 @@ def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool)
         for row in rows
     ]  # fmt: skip
     titles = ("language", "tokenizer", "vocabulary", "tokens/word", "tokens/byte", "bytes measured")
-    fertility = table("fertility (fewer tokens per word is better)", titles, cells, right=(2, 3, 4, 5), drop=("bytes measured", "vocabulary"))
+    fertility = table(
+        "fertility (fewer tokens per word is better)",
+        titles,
+        cells,
+        right=(2, 3, 4, 5),
+        drop=("bytes measured", "vocabulary"),
+    )
     show(as_json, {"tokenizer": path, "fertility": rows}, f"tokenizer: {path}" if path else None, fertility)

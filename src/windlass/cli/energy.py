@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, RunError
 from windlass.files import read_json_lines
 
@@ -87,7 +87,8 @@ def energy(
 
     folder = open_run(run)
     notes = add_site_records(folder, ear or [], sacct, slurm)
-    summary = collect.collect(folder, factors=factors)
+    with working(f"reading {folder.path}", quiet=as_json):
+        summary = collect.collect(folder, factors=factors)
     measured, ledger = summary.energy, summary.energy.ledger
     document = {
         "run": summary.name,
@@ -103,7 +104,13 @@ def energy(
         "notes": notes,
     }
     sources, missing = tables.source_table(measured), sorted(ledger.missing.items())
-    by_source = table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4), drop=("nodes", "method", "note"))
+    by_source = table(
+        f"{summary.name}: energy by source",
+        sources.columns,
+        sources.rows,
+        right=(3, 4),
+        drop=("nodes", "method", "note"),
+    )
     title = None if sources.rows else f"{summary.name}: energy"
     show(
         as_json,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.table import Table
 
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, LaunchError, WindlassError
 from windlass.files import write_atomic
 from windlass.units import parse_tokens, print_tokens
@@ -86,10 +86,11 @@ def init(
         parameters = _read_size(size or default_size)
     if interactive and data is None:
         data = _ask("Token store, or texts to tokenize (empty: later)", "") or None
-    result = _create_recipe(
-        file, machine, how_chosen, account=account, parameters=parameters, data=data,
-        tokens=tokens, nodes=nodes, seq_len=seq_len or (4096 if machine.slurm else 1024), vocab=vocab,
-    )  # fmt: skip
+    with working("planning the recipe", quiet=as_json):
+        result = _create_recipe(
+            file, machine, how_chosen, account=account, parameters=parameters, data=data,
+            tokens=tokens, nodes=nodes, seq_len=seq_len or (4096 if machine.slurm else 1024), vocab=vocab,
+        )  # fmt: skip
     show(as_json, result, *_parts(result))
 
 

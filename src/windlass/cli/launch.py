@@ -21,7 +21,7 @@ from windlass.cli.options import (
     RunArgument,
     ScratchOption,
 )
-from windlass.cli.output import bar, console, print_json, show, table, text_of
+from windlass.cli.output import bar, console, print_json, show, table, text_of, working
 from windlass.errors import ConfigError, RunError
 from windlass.units import print_bytes, print_joules, print_seconds
 
@@ -90,15 +90,16 @@ def launch(
         changes.append(f"launch.sbatch.{key}={json.dumps(value)}" if equals else f"launch.sbatch.{key}=true")
     loaded = load_recipe(recipe, changes)
     folder = run or Path("runs") / loaded.recipe.name
-    prepared = submit.prepare(
-        loaded,
-        run_dir=folder,
-        local=local,
-        devices=devices,
-        expect_store=pretokenize is None,
-        dry_run=dry_run,
-        adjust=adjust,
-    )
+    with working("planning and checking the job", quiet=as_json):
+        prepared = submit.prepare(
+            loaded,
+            run_dir=folder,
+            local=local,
+            devices=devices,
+            expect_store=pretokenize is None,
+            dry_run=dry_run,
+            adjust=adjust,
+        )
     loaded = prepared.loaded
     place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
     if pretokenize is not None:
@@ -225,7 +226,8 @@ def jobs(
             f"{runs[0].path} has no jobs: it was not launched",
             hint="`windlass launch RECIPE` submits one; to follow a local run, use `windlass watch`",
         )
-    rows = [entry for item in runs for entry in usage.entries(item, executors(item))]
+    with working("asking the scheduler", quiet=as_json):
+        rows = [entry for item in runs for entry in usage.entries(item, executors(item))]
     listed = {"jobs": [entry.as_dict() for entry in rows]}
     if ledger:
         groups = {"runs": usage.totals(rows, "run"), "projects": usage.totals(rows, "project")}
@@ -244,10 +246,14 @@ def jobs(
     elif run:
         forecast = usage.forecast_chain(runs[0], rows)
         shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9), drop=JOB_DROP)
-        show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, "\n".join(forecast.lines()))
+        show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, *forecast.lines())
     elif rows:
         named = [(Path(entry.run).name, *_job_row(entry)) for entry in rows]
-        show(as_json, listed, table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10), drop=JOB_DROP))
+        show(
+            as_json,
+            listed,
+            table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10), drop=JOB_DROP),
+        )
     else:
         show(as_json, listed, f"no jobs in {folder}; `windlass launch RECIPE` submits one")
 

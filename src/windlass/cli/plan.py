@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from windlass.cli.options import AdjustOption, EngineProfileOption, JsonOption
-from windlass.cli.output import show, table, text_of
+from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
 
@@ -59,7 +59,8 @@ def plan(
                 "--calibrate needs at least one run or sweep folder",
                 hint="windlass plan --calibrate runs/my-sweep",
             )
-        result = calibration.calibrate(folders, cluster=cluster)
+        with working("fitting the constants", quiet=as_json):
+            result = calibration.calibrate(folders, cluster=cluster)
         show(as_json, result.json(), result.text())
         return
     if recipe is None:
@@ -71,15 +72,18 @@ def plan(
     loaded = load_recipe(Path(recipe), overrides or []).recipe
     used_cluster = with_gpus(load_cluster(cluster or loaded.cluster))[0]
     loaded, adjusted = changes.adjust_batch(loaded, used_cluster, nodes) if adjust else (loaded, None)
-    plans = search.plan(
-        loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
-    )
+    with working(f"searching layouts of {loaded.name} on {used_cluster.name}", quiet=as_json):
+        plans = search.plan(
+            loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
+        )
     explanation = None if why is None else explain.explain_layout(plans, why)
     if html is not None and plans.plans:
-        counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
-        strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
-        save_page(html, page.plan_page(plans, strong, weak))
-    other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
+        with working("planning other numbers of nodes for the page", quiet=as_json):
+            counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
+            strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
+            save_page(html, page.plan_page(plans, strong, weak))
+    with working("pricing small changes of the recipe", quiet=as_json):
+        other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
     document = {**record.plans_json(plans, other), "adjusted": adjusted}
     if explanation:
         document["why"] = record.explanation_json(explanation, plans.task)

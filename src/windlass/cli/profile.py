@@ -212,6 +212,8 @@ def _write_page(path: Path | None, title: str, sections: list[Section], *, quiet
 def _parts(tables: Sequence[tuple[str, DataTable]]) -> Iterator[Table | str]:
     for title, content in tables:
         if content.rows:
-            yield table(title, content.columns, content.rows, right=content.right)
+            drop = ("share", *reversed(content.columns[2:]))
+            yield table(title, content.columns, content.rows, right=content.right, drop=drop)
         if content.caption:
-            yield f"  {content.caption}\n" if content.rows else f"{title}: {content.caption}\n"
+            yield f"  {content.caption}" if content.rows else f"{title}: {content.caption}"
+            yield ""

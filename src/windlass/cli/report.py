@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import console, print_json, show
+from windlass.cli.output import console, print_json, show, working
 from windlass.units import print_text
 
 
@@ -42,7 +42,8 @@ def report(
     folders = list({run.path.resolve(): run for run in named}.values())
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
-        count = len(write.write_figures(folders, figures, picture, sweeps))
+        with working("drawing the figures", quiet=as_json):
+            count = len(write.write_figures(folders, figures, picture, sweeps))
         typer.echo(f"wrote {count} figures to {figures}", err=True)
     if as_json:
         print_json(write.json_report(folders, sweeps))
@@ -52,7 +53,8 @@ def report(
         return
     target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
-    save_page(target, write.markdown_report(folders, sweeps) if as_markdown else write.html_report(folders, sweeps))
+    with working(f"writing {target}"):
+        save_page(target, write.markdown_report(folders, sweeps) if as_markdown else write.html_report(folders, sweeps))
     size = f"{target.stat().st_size / 1e6:.1f} MB, opens from disk without a network"
     show(False, None, f"wrote {print_text(str(target))} ({size})")
 

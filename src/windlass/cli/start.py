@@ -60,6 +60,9 @@ def start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what this folder contains as JSON.")] = False,
+    verbose: Annotated[  # read by `main`, which accepts it anywhere
+        bool, typer.Option("--verbose", "-v", help="Print files read, durations, error codes and tracebacks.")
+    ] = False,
 ) -> None:
     """From a compute allocation to a trained language model on a public supercomputer."""
     if version:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.options import EngineProfileOption, JsonOption
-from windlass.cli.output import show, table, text_of
+from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_seconds
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
 
+POINT_DROP = ("kWh", "node-h", "MFU", "oom", "time")
 BEST_DROP = ("point", "energy", "seeds", "time", "texts/s")
 
 
@@ -88,8 +89,9 @@ def sweep(
         dvc.write_dvc(loaded, points, to_dvc)
         show(False, None, f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
         return
-    points = expect.use_nearest_batches(loaded.sweep, points, cluster)
-    expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
+    with working(f"predicting {len(points)} points", quiet=as_json):
+        points = expect.use_nearest_batches(loaded.sweep, points, cluster)
+        expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
     faults = commands.check_commands(loaded, points, load_cluster(cluster) if cluster else None)
     path = run or Path("runs") / loaded.sweep.name
     options = [
@@ -208,13 +210,13 @@ def _show_dry(
         units = f", {total.units:,.0f} {total.unit}s" if charged else ""
         sums = f"total {total.node_hours:,.1f} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
         sums += f"one after another {print_seconds(total.seconds)}"
-    skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
+    skipped = f"{total.skipped} skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
     show(
         as_json,
         document,
-        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8), drop=("kWh", "node-h", "MFU", "oom")),
+        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8), drop=POINT_DROP),
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
-        f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
+        f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} invalid",
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",

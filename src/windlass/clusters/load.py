@@ -1,5 +1,6 @@
 """Reads and checks cluster and device files: those shipped with windlass, overlaid with the user's own."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from windlass.errors import ConfigError
 from windlass.files import FileStamps, file_stamps
 
 SHIPPED = Path(__file__).parent / "data"
+logger = logging.getLogger(__name__)
 
 
 def user_folder() -> Path:
@@ -50,6 +52,7 @@ def _read_cluster(name: str, shipped: Path, own: Path, stamps: FileStamps) -> Cl
         )
     origin = str(own if own.is_file() else shipped)
     cluster = validate(Cluster, {"name": name} | _read_overlaid(shipped, own), origin)
+    logger.info("cluster %s: %s", name, " and ".join(str(path) for path in (shipped, own) if path.is_file()))
     node, binding = cluster.node, cluster.binding
     faults = list(lint_masks(cluster, binding.masks)) if binding.kind == "mask" else []
     if (node.cores_usable or 0) > node.cores:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from windlass.registry import BLOCKS, PRESETS
 from windlass.units import divisors, nearest
 
 T = TypeVar("T", bound=Table)
+logger = logging.getLogger(__name__)
 FileKind = Literal["recipe", "data", "sweep"]
 # Kind of file -> its name in messages, and the commands that read it.
 KIND_TEXTS = {
@@ -219,6 +221,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
         origins = {**kept, dotted: "override"}
     recipe = validate(Recipe, raw, str(path))
     check(recipe)
+    changed = [key for key, origin in origins.items() if origin == "override"]
+    logger.info("recipe: %s (overridden: %s)", path.absolute(), ", ".join(changed) or "nothing")
     return Loaded(recipe, text, path, origins)
 
 

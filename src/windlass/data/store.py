@@ -12,6 +12,7 @@ SOURCE-SPLIT-00000.marks           of conversations: one byte per token, whether
 
 import hashlib
 import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ from windlass.data.shards import (
 from windlass.errors import DataError
 from windlass.files import read_json
 
+logger = logging.getLogger(__name__)
 KIND = "windlass-store"
 MANIFEST, LEDGER, CHECKSUMS = "manifest.json", "ledger.json", "checksums.json"
 FILES, REJECTS = "files.jsonl", "rejects.jsonl"
@@ -227,6 +229,7 @@ def open_store(path: Path | str) -> Store:
                 hint="run the same `windlass tokenize` again: it does only what is missing",
             )
         return open_foreign(path)
+    logger.info("token store: %s", path.absolute())
     manifest = read_manifest(path)
     dtype, tokenizer = np.dtype(manifest["dtype"]), manifest["tokenizer"]
     sources = {

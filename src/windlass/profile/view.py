@@ -24,7 +24,7 @@ from windlass.profile.timeline import CATEGORIES
 from windlass.runs import Run
 from windlass.units import print_bytes, print_joules, print_tokens
 
-NOT_AVAILABLE = "not available on this trace"
+NOT_AVAILABLE = "not available"
 NOT_MEASURED = "not measured"
 NOT_IN_TRACE = "not in the trace"
 _COMMUNICATION_ROWS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from windlass.runs.lock import holder
 from windlass.runs.metrics import MetricsLine
 
 E = TypeVar("E", bound=Event)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def open_run(path: Path | str) -> Run:
     wanted = Path(path)
     for candidate in (wanted, Path("runs") / wanted):
         if (candidate / "config.json").is_file():
+            logger.info("run: %s", candidate.absolute())
             return Run(candidate)
     names = [p.parent.name for p in Path("runs").glob("*/config.json")]
     near = get_close_matches(wanted.name, names, n=3, cutoff=0.3) or sorted(names)[:5]
