@@ -98,7 +98,7 @@ def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     if forbidden and not problems:  # not damaged: report it and set nothing aside
         raise CheckpointError(
             "checkpoint.permission-denied",
-            f"{len(forbidden)} of {len(manifest['files'])} files of {folder} may not be read "
+            f"{len(forbidden)} of {len(manifest['files'])} files of {folder} cannot be read "
             f"({', '.join(forbidden[:3])}): permission denied",
             hint=f"`ls -l {folder}` shows their owner; change the permissions, or copy the run as its owner",
         )

@@ -35,7 +35,7 @@ def chat(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk to a model by its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the
+    """Chat with a model, using its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the
     conversation."""
     with working("importing torch", quiet=as_json):
         from windlass.convert.source import find_tokenizer

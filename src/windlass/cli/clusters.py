@@ -86,7 +86,7 @@ def clusters(
         show(
             as_json,
             {**cluster.model_dump(mode="json"), "device": device.model_dump(mode="json")},
-            f"{cluster.title}, {cluster.site}; compared with the live machine: {cluster.verified_on or 'never'}",
+            f"{cluster.title}, {cluster.site}; last verified on the live system: {cluster.verified_on or 'never'}",
             table("Cluster", FACT_COLUMNS, rows, drop=FACT_DROP),
             table("Environment", ("variable", "value", "why", "source"), variables) if variables else None,
             table(f"Device {device.name}", FACT_COLUMNS, device_rows, drop=FACT_DROP),

@@ -35,7 +35,7 @@ def dash(
             f"{runs} runs in {folder}",
             f"open {server.url}",
             f"from another machine: {tunnel}, then the same address",
-            "only this machine can connect, and only with that token; Ctrl-C ends it",
+            "only this machine can connect, with that token; press Ctrl-C to stop",
         )
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server.socket):
         server.serve_forever(poll_interval=0.2)

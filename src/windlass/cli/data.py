@@ -145,7 +145,9 @@ def _result_parts(result: TokenizeResult) -> list[Table | str]:
         if "counted" in source:
             counted, filtered = source["counted"], source["filtered"].items()
             reasons = "".join(f"; {count:,} conversations filtered out ({reason})" for reason, count in filtered)
-            parts.append(f"{name}: {counted:,} of {source['tokens']:,} tokens are answers, which are learned{reasons}")
+            parts.append(
+                f"{name}: {counted:,} of {source['tokens']:,} tokens are answers, which count in the loss{reasons}"
+            )
     return [*parts, *_source_tables(open_store(result.store))]
 
 
@@ -182,13 +184,13 @@ def data(
         checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
         listed = [{"file": problem.file, "what": problem.problem} for problem in problems]
         document = {"store": str(store.path), "whole": not problems, "problems": listed}
-        show(as_json, document, None if problems else f"{store.path}: complete, all {checked} are right")
+        show(as_json, document, None if problems else f"{store.path}: complete; all {checked} match")
         if problems:
             lines = "\n  ".join(f"{problem.file} {problem.problem}" for problem in problems[:20])
             raise DataError(
                 "data.store-damaged",
                 f"{store.path} is damaged in {len(problems)} place{'s' * (len(problems) != 1)}:\n  {lines}",
-                hint="copy the store again from where it was made, or tokenize again",
+                hint="copy the store again from the original, or tokenize again",
             )
         return
     if ledger:

@@ -145,7 +145,7 @@ def eval_(
         printed = [
             score_table(scores),
             *(
-                f"{name}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and lost their beginning"
+                f"{name}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and were truncated at the start"
                 for name, count in cut.items()
             ),
             _language_table(language_rows) if len(scoring.languages(language_rows)) > 1 else None,

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 def export(
     run: ModelArgument,
-    to: Annotated[Path, typer.Option("--to", help="New folder; an existing one is refused.")],
+    to: Annotated[Path, typer.Option("--to", help="New folder; it must not exist.")],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="fp32, bf16 or fp16 (default: bf16, fp32 for an fp32 run, an import as it came)."),
+        typer.Option(
+            "--dtype",
+            help="fp32, bf16 or fp16 (default: bf16; fp32 for an fp32 run; an imported model keeps its dtype).",
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers before finishing.")

@@ -78,7 +78,7 @@ def generate(
     trained, total = positions_of(opened.recipe, opened.source.folder), result.prompt_tokens + len(result.ids)
     if total > trained:
         lines.append(
-            f"{total:,} tokens in total, but the model was trained on sequences of {trained:,}: the end is a guess"
+            f"{total:,} tokens in total, but the model was trained on sequences of {trained:,}: text beyond that is unreliable"
         )
     for line in lines:
         out.print(line, style="dim", markup=False, soft_wrap=True)

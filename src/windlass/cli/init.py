@@ -71,7 +71,7 @@ def init(
         try:
             detected, how_chosen = recognise().name, "this host's name"
         except LaunchError:
-            detected, how_chosen = "workstation", "no cluster file knows this host"
+            detected, how_chosen = "workstation", "no cluster file matches this host"
         if interactive:
             question, how_chosen = f"Cluster ({', '.join(cluster_names())})", "answered"
             machine = _ask_until_valid(question, detected, load_cluster)
@@ -248,7 +248,7 @@ def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tu
     if not plans.plans:
         raise changes.nothing_fits(plans)
     fewest = f"the fewest that take at most {starter.MAX_DAYS:g} days"
-    most_nodes = f"the most that one job may take; it is longer than {starter.MAX_DAYS:g} days all the same"
+    most_nodes = f"the most that one job may use; training still takes more than {starter.MAX_DAYS:g} days"
     return recipe, plans, "given" if fixed else fewest if fast_enough else most_nodes
 
 

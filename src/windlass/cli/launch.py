@@ -51,7 +51,7 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print script, plan, cost and checks; submit nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Submit although a check fails.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Submit even if a check fails.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without a scheduler.")] = False,
     devices: Annotated[int | None, typer.Option("--devices", help="With --local: number of devices.")] = None,
     after: AfterOption = None,
@@ -317,7 +317,7 @@ def cancel(
 
     folder = open_run(run)
     ended = submit.cancel(folder, submit.executors(folder), only=job)
-    text = f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run waits or runs"
+    text = f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run is pending or running"
     show(as_json, {"run": str(folder.path), "cancelled": ended}, text)
 
 
@@ -349,7 +349,7 @@ def stage(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a run's token store and checkpoints to another file system, in parallel; a copy that was cut off goes on.
+    """Copy a run's token store and checkpoints to another file system, in parallel; an interrupted copy is resumed.
     `windlass launch` runs this as a CPU job."""
     from windlass.launch.staging import stage as copy
     from windlass.runs import open_run
@@ -370,7 +370,7 @@ def stage(
         copies = copy(open_run(run), store, checkpoints, progress)
     lines = (
         f"{c.source} -> {c.target}: {c.files} files copied, {print_bytes(c.bytes)} in {print_seconds(c.seconds)}; "
-        f"{c.kept_files} were there"
+        f"{c.kept_files} already there"
         for c in copies
     )
     show(as_json, {"copies": copies}, *lines)
@@ -396,13 +396,13 @@ def link(
         chain.record_next(folder, me, job)
     elif action == "before":
         verdict = chain.before(folder, me, restart, socket.gethostname())
-        text = "goes on" if verdict.answer == "go" else "ends at once"
+        text = "continues" if verdict.answer == "go" else "ends now"
         print(f"windlass: job {me} {text}: {verdict.reason}", flush=True)
         raise typer.Exit(script.LINK_GO if verdict.answer == "go" else script.LINK_STOP)
     elif action == "after":
         verdict = chain.after(folder, me, restart, code, None if by == "none" else by)
         texts = {"go": "another job is needed", "finished": "no further job is needed"}
-        text = texts.get(verdict.answer, "no further job is tried")
+        text = texts.get(verdict.answer, "no further job is submitted")
         print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
         raise typer.Exit(script.LINK_AGAIN if verdict.answer == "go" else script.LINK_STOP)
     else:

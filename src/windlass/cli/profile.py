@@ -149,7 +149,7 @@ def compare(
     if untraced and not all_runs:
         raise ProfileError(
             "profile.compare-mixed",
-            f"without traces only runs can be compared with runs ({', '.join(untraced)} has none)",
+            f"without traces, only run folders can be compared ({', '.join(untraced)} has none)",
             hint="give run folders on both sides, or traces on both",
         )
     with _reading([path for target in resolved for path in target.traces], quiet=as_json) as progress:

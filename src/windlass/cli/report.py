@@ -78,12 +78,12 @@ def sync(
         try:
             uploads.sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
         except KeyboardInterrupt:
-            typer.echo("ended; what was sent is remembered", err=True)
+            typer.echo("stopped; uploaded files are not uploaded again", err=True)
         return
     if not dry_run and uploads.parts(folder) and uploads.is_live(folder):
-        typer.echo("the job is asked to close its part (at its next line, a minute at most) ...", err=True)
+        typer.echo("asking the job to close its current file (a minute at most) ...", err=True)
         uploads.ask_for_part(folder)
     done = uploads.sync_once(folder, dry_run=dry_run)
-    nothing = "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)"
+    nothing = "nothing to upload: the run has no offline W&B files (trackers.wandb = true writes them)"
     lines = [f"{part['part']}: {part['state']}" for part in done] or [nothing]
     show(as_json, {"run": str(folder.path), "dry_run": dry_run, "parts": done}, *lines)

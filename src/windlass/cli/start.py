@@ -79,7 +79,7 @@ def start(
         {**asdict(contents), "next": {"command": next_command, "reason": reason}},
         table(
             "windlass: seven steps from an allocation to a model",
-            ("", "command", "what it gives you", "in this folder"),
+            ("", "command", "what you get", "in this folder"),
             rows,
         ),
         f"next: {next_command}   ({reason})",

@@ -57,9 +57,7 @@ def sweep(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit as packed SLURM jobs (an array) instead of running here.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Run although the command or a job has a fault that is known beforehand.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run even if a check of the command or job fails.")] = False,
     inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,

@@ -55,7 +55,9 @@ def train(
         if adjust:
             adjusted, note = adjust_batch(loaded.recipe, cluster, nodes)
             used = replace(loaded, recipe=adjusted)
-            console().print(f"adjusted: {note}" if note else "adjusted: nothing, the batch divides", markup=False)
+            console().print(
+                f"adjusted: {note}" if note else "adjusted: nothing; the batch already divides evenly", markup=False
+            )
         return create_planned_run(folder.path, used, cluster, nodes)[1]
 
     raise typer.Exit(

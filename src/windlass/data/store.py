@@ -226,7 +226,7 @@ def open_store(path: Path | str) -> Store:
             raise DataError(
                 "data.store-unfinished",
                 f"{path} is not finished",
-                hint="run the same `windlass tokenize` again: it does only what is missing",
+                hint="run the same `windlass tokenize` again: only the missing parts are done",
             )
         return open_foreign(path)
     logger.info("token store: %s", path.absolute())
@@ -354,7 +354,7 @@ def refuse_unlawful(sources: Mapping[str, DataSource] | Mapping[str, SourceInfo]
         raise DataError(
             "data.source-unlawful",
             f'{place}: policy = "lawful" refuses {len(lines)} of {len(gaps)} sources:\n  ' + "\n  ".join(lines),
-            hint="write licence and origin into the source's table of the data file, or leave the source out",
+            hint="write licence and origin into the source's table of the data file, or remove the source",
         )
 
 

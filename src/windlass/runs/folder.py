@@ -124,7 +124,7 @@ class Run:
             raise RunError(
                 "runs.config-damaged",
                 f"{self.config_file} is damaged: {self.config_file.stat().st_size:,} bytes that are not a JSON object",
-                hint=f"copy it again, or write it anew: `windlass train {self.recipe_file} --run {self.path}`, with "
+                hint=f"copy it again, or recreate it: `windlass train {self.recipe_file} --run {self.path}`, with "
                 "the overrides of the first start; checkpoints, metrics and events are kept",
             )
         if value is None:
@@ -169,7 +169,7 @@ def open_run(path: Path | str) -> Run:
         f"{wanted} " + ("is not a run folder (no config.json)" if wanted.exists() else "does not exist"),
         hint=f"runs here: {', '.join(near)}"
         if near
-        else "`windlass train RECIPE` makes one, by default in runs/<name>",
+        else "`windlass train RECIPE` creates one, by default in runs/<name>",
     )
 
 
@@ -224,7 +224,7 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     except OSError as error:
         raise RunError(
             "runs.folder-not-writable",
-            f"the run folder {run.path} cannot be made: {error.strerror}",
+            f"the run folder {run.path} cannot be created: {error.strerror}",
             hint="choose a folder you may write to with --run",
         ) from None
     write_atomic(run.recipe_file, loaded.text)

@@ -76,8 +76,8 @@ def utilization_advice(utilization: list[float]) -> str:
     mean, (low, high) = sum(utilization) / len(utilization), UTILIZATION_BAND
     text = f"GPU utilization {mean:.0%}"
     if mean < low:
-        advice = "look at data_seconds, a larger layout.micro_batch, train.compile, or `windlass profile`"
-        return f"{text}, below {low:.0%}: the devices wait; {advice}"
+        advice = "check data_seconds, try a larger layout.micro_batch or train.compile, or run `windlass profile`"
+        return f"{text}, below {low:.0%}: the devices are waiting; {advice}"
     if mean > high:
         return f"{text}, above {high:.0%}: the devices are never idle; MFU shows whether they compute well"
     return f"{text}, inside the target range of {low:.0%} to {high:.0%}"
