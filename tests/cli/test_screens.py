@@ -72,7 +72,6 @@ CHECKS = [
 ]  # fmt: skip
 SCREENS = {
     "help": "--help",
-    "help-plan": "plan --help",
     "start": "",
     "plan": "plan nine.toml",
     "plan-why": "plan nine.toml --why shard=full,micro_batch=4",

@@ -70,7 +70,7 @@ def test_every_kind_has_a_meaning_and_describes_itself_without_its_fields(kind):
         ({"event": "started", "world_size": 1}, "started on 1 device"),
         (
             {"event": "resumed", "step": 4, "world_size": 16, "lost_steps": 1},
-            "resumed at step 4 on 16 devices, 1 step to do again",
+            "resumed at step 4 on 16 devices, 1 step to repeat",
         ),
         ({"event": "resumed", "step": 4}, "resumed at step 4 on unknown devices, unknown steps to repeat"),
         (

@@ -151,7 +151,7 @@ def main() -> None:
     if (limit := address_space_limit()) is not None and limit < 2**30:
         sys.stderr.write(f"note: ulimit -v allows {limit / 2**20:,.0f} MiB of address space; {ADDRESS_SPACE_NOTE}\n")
     try:
-        code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
+        code = command(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="windlass", standalone_mode=False)
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

@@ -297,7 +297,9 @@ def train(
     texts = (text for _, text in source_texts(config, parse_bytes(max_bytes)))
     tokenizer = train_bpe(texts, vocab, out, progress=not as_json)
     others = {"reference": load_tokenizer(reference)} if reference else {}
-    _show_fertility(compare_tokenizers(config, {"trained": tokenizer, **others}), str(tokenizer.path), as_json)
+    with working("tokenizing samples of every source", quiet=as_json):
+        rows = compare_tokenizers(config, {"trained": tokenizer, **others})
+    _show_fertility(rows, str(tokenizer.path), as_json)
 
 
 def compare(

@@ -121,7 +121,8 @@ def launch(
         accept_data(loaded.recipe, Run(folder), lambda text: None)
     if pretokenize is not None:
         after = arrays.tokenize_array(pretokenize, array, **place).merge_job
-    ids = submit.submit(prepared, after=after, force=force)
+    with working("submitting", quiet=as_json):
+        ids = submit.submit(prepared, after=after, force=force)
     show(
         as_json,
         {**_prepared_json(prepared), "jobs": ids},

@@ -35,7 +35,7 @@ ScratchOption = Annotated[
 ]
 EngineProfileOption = Annotated[
     str | None,
-    typer.Option("--engine-profile", help="Predict as another engine of 2024 would run: torch, deepspeed, megatron."),
+    typer.Option("--engine-profile", help="Predict for another engine, as used in 2024: torch, deepspeed or megatron."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import bar, show, table
+from windlass.cli.output import bar, show, table, working
 from windlass.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
@@ -158,14 +158,15 @@ def compare(
             for target, label in zip(resolved, labels, strict=True)
             if not untraced
         ]
-    comparison = compare_jobs(
-        labels,
-        jobs,
-        compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
-        manifests=[run.manifest() for run in runs] if all_runs else (),
-        sort=order,
-        per_step=per_step,
-    )
+    with working("comparing", quiet=as_json):
+        comparison = compare_jobs(
+            labels,
+            jobs,
+            compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
+            manifests=[run.manifest() for run in runs] if all_runs else (),
+            sort=order,
+            per_step=per_step,
+        )
     _write_page(
         html,
         "Comparison of " + " and ".join(comparison.labels),

@@ -49,7 +49,9 @@ def report(
         print_json(write.json_report(folders, sweeps))
         return
     if markdown and out is None:
-        typer.echo(write.markdown_report(folders, sweeps))
+        with working("reading the runs"):
+            text = write.markdown_report(folders, sweeps)
+        typer.echo(text)
         return
     target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")

@@ -284,7 +284,8 @@ def _finish(
             )
         sweep_run = replace(sweep_run, loaded=replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by)))
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by
-    paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
+    with working("writing tables and page", quiet=as_json):
+        paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
     entries, board = results.write_leaderboard(sweep_run, rows, leaderboard), sweep.leaderboard
     best = entry_table(board, entries) if board is not None else None
     ranked, counts = figures.best_first(rows, key, sweep.goal), figures.counts(rows)

@@ -412,7 +412,7 @@ def latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[str]:
     }
     for key, accepted in standards.items():
         if (value := getattr(model, key)) not in accepted:
-            yield f"model.{key} ({value}): not used by latent attention; remove it"
+            yield f"model.{key} ({value}): latent attention does not use it; remove it"
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:

@@ -35,7 +35,8 @@ class ProgressDisplay(Hook):
         if self.quiet or not sys.stderr.isatty():
             return
         description, count = TextColumn("{task.description}"), TextColumn("{task.completed}/{task.total}")
-        self._bar = Progress(description, BarColumn(), count, TimeRemainingColumn(), console=self.console)
+        eta = TimeRemainingColumn(compact=True)
+        self._bar = Progress(description, BarColumn(), count, TextColumn("ETA"), eta, console=self.console)
         self._task = self._bar.add_task("step", total=training.plan.steps, completed=training.step)
         self._bar.start()
 
