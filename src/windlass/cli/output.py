@@ -192,6 +192,6 @@ def working(text: str, *, quiet: bool = False) -> Iterator[None]:
     started_at = time.monotonic()
     with contextlib.ExitStack() as stack:
         if not quiet and sys.stderr.isatty():
-            stack.enter_context(Console(stderr=True).status(Text(f"{text} ...")))
+            stack.enter_context(Console(stderr=True).status(Text(f"{print_text(text)} ...")))
         yield
     logger.info("%s: %.1f s", text, time.monotonic() - started_at)

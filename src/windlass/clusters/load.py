@@ -52,7 +52,9 @@ def _read_cluster(name: str, shipped: Path, own: Path, stamps: FileStamps) -> Cl
         )
     origin = str(own if own.is_file() else shipped)
     cluster = validate(Cluster, {"name": name} | _read_overlaid(shipped, own), origin)
-    logger.info("cluster %s: %s", name, " and ".join(str(path) for path in (shipped, own) if path.is_file()))
+    paths, fitted_on = [str(path) for path in (shipped, own) if path.is_file()], cluster.efficiency.fitted_on
+    constants = f"fitted to measured runs on {fitted_on}" if fitted_on else "the planner's own"
+    logger.info("cluster %s: %s; efficiency constants: %s", name, " and ".join(paths), constants)
     node, binding = cluster.node, cluster.binding
     faults = list(lint_masks(cluster, binding.masks)) if binding.kind == "mask" else []
     if (node.cores_usable or 0) > node.cores:
