@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from windlass.cli import GROUPS, command, main
+from windlass.cli import GROUPS, command, main, split_at_dashes
 from windlass.cli.output import COPIED, WORD_WIDTH, fit_columns, table, working, wrap
 
 
@@ -117,3 +117,8 @@ def test_verbose_names_files_error_codes_and_tracebacks(option, tmp_path, monkey
     errors = capsys.readouterr().err
     assert f"recipe: {recipe} (overridden: nodes)" in errors
     assert "Traceback" in errors and "config.file-missing (exit code 2)" in errors
+
+
+def test_options_behind_two_dashes_belong_to_the_submitted_command():
+    assert split_at_dashes(["submit", "-v", "--", "eval", "x", "-v"]) == (["submit", "-v"], ["--", "eval", "x", "-v"])
+    assert split_at_dashes(["plan", "-v"]) == (["plan", "-v"], [])

@@ -132,7 +132,7 @@ def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
     # Searching for pydantic plugins reads the metadata of every installed package, and no model of ours uses one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    own, others = _split_at_dashes(sys.argv[1:])
+    own, others = split_at_dashes(sys.argv[1:])
     is_verbose = bool(VERBOSE_OPTIONS & {*own}) or bool(os.environ.get("WINDLASS_DEBUG"))
     sys.argv[1:] = [argument for argument in own if argument not in VERBOSE_OPTIONS] + others
     if is_verbose:
@@ -181,7 +181,7 @@ def main() -> None:
         sys.exit(code)
 
 
-def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
     """What follows `--` belongs to another command: `windlass submit -- eval RUN -v`."""
     end = argv.index("--") if "--" in argv else len(argv)
     return argv[:end], argv[end:]
