@@ -208,7 +208,9 @@ def screen(folder, monkeypatch):
         text = re.sub(r"(documents|nothing to do.*), [\d.]+ m?s", r"\1, N s", text)
         return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
-    return run
+    yield run
+    monkeypatch.undo()
+    time.tzset()
 
 
 @pytest.mark.parametrize("width", [80, 120])
