@@ -175,7 +175,7 @@ def cli_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Generated from the code. An error prints one message and a hint and ends with a non-zero exit code; `--debug` prints the traceback.",
+        "Generated from the code. An error prints one message and a hint and ends with a non-zero exit code; `-v` also prints the error code, the traceback and the files that were read.",
         "",
     ]
     for name, command in sorted(root.commands.items()):

@@ -56,7 +56,7 @@ def recipe(tmp_path):
 
 def test_a_read_only_folder(recipe, small_disk):
     disk = small_disk("size=1m,ro")
-    one_message(train(recipe, disk / "run"), "cannot be made")
+    one_message(train(recipe, disk / "run"), "cannot be created")
 
 
 def test_a_disk_that_is_full_from_the_start(recipe, small_disk):

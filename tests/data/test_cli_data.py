@@ -42,7 +42,7 @@ def test_tokenize_data_verify_and_ledger(toml: Path, tmp_path: Path) -> None:
     assert shown["sources"]["news"]["tokens_per_word"] > 1
     assert len(shown["samples"]) == 2
     assert "news" in call("data", tmp_path / "store", "--samples", "1")
-    assert "all checksums are right" in call("data", tmp_path / "store", "--verify")
+    assert "all checksums match" in call("data", tmp_path / "store", "--verify")
     assert json.loads(call("data", tmp_path / "store", "--verify", "--json"))["whole"] is True
     assert "CC0-1.0" in call("data", tmp_path / "store", "--ledger")
     assert "| news | nl | CC0-1.0 | here |" in (tmp_path / "store" / "training-content.md").read_text()

@@ -22,7 +22,7 @@ def test_gptnls_energy_is_14_t_without_pue():
 
 
 def test_gptnls_14_t_are_40000_km_by_car():
-    assert "40,000 km by car" in car_equivalent(14_000) and "350 g per km" in car_equivalent(14_000)
+    assert "40,000 km by car" in car_equivalent(14_000) and "350 g CO2e per km" in car_equivalent(14_000)
     result = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"), overrides={"pue": 1.0})
     assert "39,987 km by car" in result.co2_equivalent
     # No distance where the emissions are unknown or nothing: an energy is not a CO2 figure.

@@ -34,7 +34,7 @@ def test_gptnls_14_tonnes_34_days_and_40000_km():
     document = ask("--mwh", "52.3", "--cluster", "snellius-h100", "--pue", "1", "--days", "34", "--nodes", "22")
     assert document["tco2e"] == pytest.approx(14.0, abs=0.01) and document["scope"] == "node"
     assert document["node_hours"] == 17_952 and document["watts_per_node"] == pytest.approx(2913, abs=1)
-    assert "39,987 km by car (350 g per km" in document["co2_equivalent"]
+    assert "39,987 km by car (350 g CO2e per km" in document["co2_equivalent"]
     assert ask("--mwh", "1", "--node-hours", "528", "--nodes", "22")["days"] == pytest.approx(1.0)
 
 

@@ -256,7 +256,7 @@ for _ in range(200): time.sleep(0.1)
 
     threading.Thread(target=send).start()
     assert go(run, body, devices=1) == 1
-    assert "asked to stop" in events(run, "gave_up")[0].reason
+    assert "a stop was requested" in events(run, "gave_up")[0].reason
 
 
 def test_workers_die_with_their_supervisor(run) -> None:

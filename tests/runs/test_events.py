@@ -70,9 +70,9 @@ def test_every_kind_has_a_meaning_and_describes_itself_without_its_fields(kind):
         ({"event": "started", "world_size": 1}, "started on 1 device"),
         (
             {"event": "resumed", "step": 4, "world_size": 16, "lost_steps": 1},
-            "resumed at step 4 on 16 devices, 1 step to do again",
+            "resumed at step 4 on 16 devices, 1 step to repeat",
         ),
-        ({"event": "resumed", "step": 4}, "resumed at step 4 on unknown devices, unknown steps to do again"),
+        ({"event": "resumed", "step": 4}, "resumed at step 4 on unknown devices, unknown steps to repeat"),
         (
             {"event": "saved", "step": 4, "bytes": 2048, "stall_seconds": 0.5, "write_seconds": 2.0},
             "saved step 4 (2 KiB, training waited 500 ms, written in 2 s)",

@@ -15,7 +15,7 @@ from windlass.layout.resolve import complete_layout, job_size
 from windlass.train import step as training_step
 from windlass.train.batches import BatchPlan, batch_plan
 from windlass.train.guard import LOSS_SPIKE, NONFINITE, NORM_SPIKE, OK, Guard
-from windlass.train.progress import utilization_advice
+from windlass.train.progress import cut_at_parts, utilization_advice
 from windlass.train.schedules import learning_rate, schedule_note
 
 
@@ -114,3 +114,10 @@ def test_large_and_small_gradients_have_the_same_norm(monkeypatch: pytest.Monkey
     for limit in (1, 1000, 10**6):  # all large, one, none
         monkeypatch.setattr(training_step, "LARGE", limit)
         torch.testing.assert_close(training_step.norms(gradients).square().sum(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_a_narrow_terminal_shows_complete_parts_of_the_progress_line():
+    line = "loss 2.3410  104.87k tok/s  MFU 41.2%  363.61 Wh"
+    assert cut_at_parts(line, 60) == line
+    assert cut_at_parts(line, 36) == "loss 2.3410  104.87k tok/s"
+    assert cut_at_parts(line, 5) == "loss 2.3410"

@@ -5,6 +5,7 @@ an evaluation) are read from a checkpoint, a run or a Hugging Face folder, with 
 """
 
 import contextlib
+import logging
 import os
 import pickle
 import warnings
@@ -32,6 +33,7 @@ from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
 from windlass.runs.folder import Run
 
+logger = logging.getLogger(__name__)
 ADAPTER = ".adapter."  # in the names of a LoRA adapter's weights
 # DCP warns at every load of a single process, which is intended here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
@@ -98,7 +100,7 @@ def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     if forbidden and not problems:  # not damaged: report it and set nothing aside
         raise CheckpointError(
             "checkpoint.permission-denied",
-            f"{len(forbidden)} of {len(manifest['files'])} files of {folder} may not be read "
+            f"{len(forbidden)} of {len(manifest['files'])} files of {folder} cannot be read "
             f"({', '.join(forbidden[:3])}): permission denied",
             hint=f"`ls -l {folder}` shows their owner; change the permissions, or copy the run as its owner",
         )
@@ -223,6 +225,7 @@ def load_model_weights(path: Path | str, model: Any, *, verify: bool = True) -> 
     Weights in `model.new_names` (the head of another task, adapters) keep their initial values where the folder has
     none of their shape."""
     source = weights_source(path)
+    logger.info("weights: %s", source)
     own, twins = model.state_dict(), getattr(model, "twins", {})
     new_names: Collection[str] = getattr(model, "new_names", ())
     if not (source / files.MANIFEST).is_file():

@@ -42,7 +42,7 @@ def restart_from_scratch(run: Run) -> None:
             "checkpoint.not-gone",
             f"{SCRATCH_OPTION}, but {run.checkpoints} holds {len(on_disk)} checkpoints, the newest of step "
             f"{on_disk[-1][0]}",
-            hint="leave the option out to resume; to train from step 0 beside them, choose a new folder with --run",
+            hint="omit the option to resume; to train from step 0 and keep them, choose a new folder with --run",
         )
     if saves := expected_saves(run.events()):
         run.record(_loss(saves[-1], 0, 0))

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,34 @@ import typer
 
 from windlass.errors import ADDRESS_SPACE_NOTE, WindlassError, address_space_limit, lack_of_memory
 
-# Command -> its file and function, in the order of `windlass --help`, which is the order of a project.
+# Group -> command -> its file and function, in the order of `windlass --help`, which is the order of a project.
 COMMANDS = {
-    "demo": "demo.demo", "init": "init.init", "show": "show.show", "clusters": "clusters.clusters", "plan": "plan.plan",
-    "budget": "budget.budget", "tokenize": "data.tokenize", "tokenizer train": "data.train",
-    "tokenizer compare": "data.compare", "data": "data.data", "train": "train.train", "resume": "resume.resume",
-    "checkpoints": "checkpoints.checkpoints", "launch": "launch.launch", "jobs": "launch.jobs", "logs": "launch.logs",
-    "cancel": "launch.cancel", "submit": "launch.submit_any", "stage": "launch.stage", "image": "image.image",
-    "link": "launch.link", "sweep": "sweep.sweep",
-    "watch": "watch.watch", "dash": "dash.dash", "profile": "profile.profile", "compare": "profile.compare",
-    "eval": "evaluate.eval_", "generate": "generate.generate",
-    "chat": "chat.chat", "export": "export.export", "import": "export.import_",
-    "finetune": "finetune.finetune", "energy": "energy.energy", "report": "report.report", "sync": "report.sync",
-    "doctor": "doctor.doctor",
+    "Plan": {"init": "init.init", "show": "show.show", "plan": "plan.plan", "budget": "budget.budget"},
+    "Data": {
+        "tokenize": "data.tokenize", "tokenizer train": "data.train", "tokenizer compare": "data.compare",
+        "data": "data.data",
+    },
+    "Run": {
+        "demo": "demo.demo", "train": "train.train", "resume": "resume.resume", "finetune": "finetune.finetune",
+        "sweep": "sweep.sweep", "launch": "launch.launch", "checkpoints": "checkpoints.checkpoints",
+    },
+    "Watch": {
+        "watch": "watch.watch", "dash": "dash.dash", "report": "report.report", "compare": "profile.compare",
+        "profile": "profile.profile", "energy": "energy.energy", "sync": "report.sync",
+    },
+    "Evaluate": {
+        "eval": "evaluate.eval_", "generate": "generate.generate", "chat": "chat.chat", "export": "export.export",
+        "import": "export.import_",
+    },
+    "Cluster": {
+        "clusters": "clusters.clusters", "doctor": "doctor.doctor", "jobs": "launch.jobs", "logs": "launch.logs",
+        "cancel": "launch.cancel", "submit": "launch.submit_any", "stage": "launch.stage", "image": "image.image",
+        "link": "launch.link",
+    },
 }  # fmt: skip
+GROUPS = {name: group for group, commands in COMMANDS.items() for name in commands}
 HELP_OPTIONS = ["-h", "--help"]
+VERBOSE_OPTIONS = {"-v", "--verbose", "--debug"}  # --debug is its old name
 SETTINGS: dict[str, dict[str, Any]] = {
     "submit": {"context_settings": {"ignore_unknown_options": True}},
     "link": {"hidden": True},
@@ -63,21 +77,23 @@ def build(only: str | None = None) -> typer.Typer:
         rich_markup_mode="rich",
         context_settings={"help_option_names": HELP_OPTIONS},
         pretty_exceptions_enable=False,
-        epilog="Every command accepts --debug, which prints the full traceback of an error.",
+        epilog="Every command accepts -v (--verbose).",
     )
     app.callback(invoke_without_command=True)(start)
     tokenizer = typer.Typer(
         name="tokenizer", help="Train a tokenizer, and compare how well it fits each language.", no_args_is_help=True
     )
-    for name in [name for name in COMMANDS if name.split()[0] == only] or COMMANDS:
-        file, _, function = COMMANDS[name].partition(".")
+    for name in [name for name in GROUPS if name.split()[0] == only] or GROUPS:
+        file, _, function = COMMANDS[GROUPS[name]][name].partition(".")
         implementation = getattr(import_module(f"windlass.cli.{file}"), function)
-        register = (tokenizer if name.startswith("tokenizer ") else app).command(
-            name.split()[-1], help=implementation.__doc__, **SETTINGS.get(name, {})
-        )
+        is_inner = name.startswith("tokenizer ")
+        settings = {**SETTINGS.get(name, {}), "rich_help_panel": None if is_inner else GROUPS[name]}
+        # Line breaks of the source are not those of the help text.
+        text = "\n\n".join(" ".join(part.split()) for part in implementation.__doc__.split("\n\n"))
+        register = (tokenizer if is_inner else app).command(name.split()[-1], help=text, **settings)
         register((lambda: None) if only in HELP_OPTIONS else implementation)
     if tokenizer.registered_commands:
-        app.add_typer(tokenizer)
+        app.add_typer(tokenizer, rich_help_panel=GROUPS["tokenizer train"])
     return app
 
 
@@ -87,7 +103,7 @@ def command(only: str | None = None) -> Any:
 
     root: Any = get_command(build(only))
     # typer lists groups last; `tokenizer` belongs after `tokenize`.
-    order = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
+    order = list(dict.fromkeys(name.split()[0] for name in GROUPS))
     root.commands = {name: root.commands[name] for name in order if name in root.commands}
     _simplify_help(root)
     return root
@@ -116,8 +132,11 @@ def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
     # Searching for pydantic plugins reads the metadata of every installed package, and no model of ours uses one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    is_debug = "--debug" in sys.argv[1:] or bool(os.environ.get("WINDLASS_DEBUG"))
-    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    own, others = split_at_dashes(sys.argv[1:])
+    is_verbose = bool(VERBOSE_OPTIONS & {*own}) or bool(os.environ.get("WINDLASS_DEBUG"))
+    sys.argv[1:] = [argument for argument in own if argument not in VERBOSE_OPTIONS] + others
+    if is_verbose:
+        _log_details()
     if sys.argv[1:2] == ["help"]:  # as in git and many other tools
         sys.argv[1:] = [*sys.argv[2:3], "--help"]
     if "_WINDLASS_COMPLETE" in os.environ:  # the shell asks for completions
@@ -132,7 +151,7 @@ def main() -> None:
     if (limit := address_space_limit()) is not None and limit < 2**30:
         sys.stderr.write(f"note: ulimit -v allows {limit / 2**20:,.0f} MiB of address space; {ADDRESS_SPACE_NOTE}\n")
     try:
-        code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
+        code = command(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="windlass", standalone_mode=False)
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -143,8 +162,8 @@ def main() -> None:
             error.show()
         if hasattr(error, "show") or type(error).__name__ in ("Exit", "Abort"):
             sys.exit(int(getattr(error, "exit_code", 130)))
-        if is_debug and not isinstance(error, KeyboardInterrupt):
-            raise
+        if is_verbose and not isinstance(error, KeyboardInterrupt):
+            traceback.print_exc()
         message, hint, code = describe_failure(error)
         if lack_of_memory(error) is not None:  # rich, and what libraries do at exit, would need more of it
             sys.stderr.write(f"error: {message}\nhint:  {hint}\n")
@@ -157,6 +176,8 @@ def main() -> None:
         console.print(Text.assemble(("error: ", "bold red"), message))
         if hint:
             console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
+        if is_verbose and isinstance(error, WindlassError):
+            console.print(f"code:  {error.code} (exit code {code})", style="dim")
     if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) is returned as a value
         sys.exit(code)
 
@@ -173,6 +194,27 @@ def suggest_options(error: Any) -> None:
     error.possibilities = [f"--{name}" for name in near or options]
 
 
+def split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What follows `--` belongs to another command: `windlass submit -- eval RUN -v`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end:]
+
+
+def _log_details() -> None:
+    """Print what the packages log, such as the files that values come from, with the milliseconds since the start."""
+    import logging
+
+    from windlass import __version__
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(relativeCreated)6.0f ms  %(message)s"))
+    logger = logging.getLogger("windlass")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    logger.info("windlass %s in %s, Python %s", __version__, Path(__file__).parents[1], version)
+
+
 def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
     """(message, hint, exit code)."""
     if isinstance(error, WindlassError):
@@ -185,13 +227,13 @@ def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
     if isinstance(error, OSError):
         reason = str(error.strerror or error)
         message = f"cannot access {error.filename}: {reason}" if error.filename else reason
-        default = "check the path and its permissions; run with --debug for the traceback"
+        default = "check the path and its permissions; -v prints the traceback"
         return message, OS_HINTS.get(error.errno or 0, default), 1
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if extra := EXTRAS.get((name or "").split(".")[0]):
         hint = f"pip install 'windlass[{extra}]'; docs/install.md"
         return f"this command needs {name}, which is not installed", hint, 1
-    hint = "this is a bug in windlass: run again with --debug for the traceback, and report it"
+    hint = "this is a bug in windlass: run the command again with -v and report the traceback"
     return f"{type(error).__name__}: {error}", hint, 70
 
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError
 from windlass.units import parse_tokens, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.budget import BudgetResult
+
+DROP = ("CO2e", "per parameter", "MWh")
 
 
 def budget(
@@ -80,7 +82,8 @@ def budget(
     )
     token_counts = sorted({*planning.TOKENS, target}) if target else list(planning.TOKENS)
     model_sizes = [float(parse_tokens(size)) for size in sizes.split(",") if size.strip()]
-    result = planning.budget(question, model_sizes, token_counts)
+    with working(f"planning {len(model_sizes)} model sizes", quiet=as_json):
+        result = planning.budget(question, model_sizes, token_counts)
     written = [save_picture(page.curves(result, target), png)] if png is not None else []
     written += [save_page(html, page.budget_page(result, target))] if html is not None else []
     title = (
@@ -91,7 +94,7 @@ def budget(
         as_json,
         page.budget_json(result),
         *(f"written: {path}" for path in written),
-        table(title, page.BUDGET_COLUMNS, page.table_rows(result), right=tuple(range(1, 9))),
+        table(title, page.BUDGET_COLUMNS, page.table_rows(result), right=tuple(range(1, 9)), drop=DROP),
         *_lines(result, target),
     )
 

@@ -15,7 +15,7 @@ from windlass.cli.options import (
     TemperatureOption,
     TopPOption,
 )
-from windlass.cli.output import console, print_json, text_of
+from windlass.cli.output import console, print_json, text_of, working
 from windlass.errors import ConfigError
 
 
@@ -35,18 +35,20 @@ def chat(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk to a model by its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the
+    """Chat with a model, using its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the
     conversation."""
-    from windlass.convert.source import find_tokenizer
-    from windlass.data.chat import load_chat_template
-    from windlass.evaluate.chat import answer
-    from windlass.evaluate.generate import Sampling
-    from windlass.evaluate.open_model import open_model
+    with working("importing torch", quiet=as_json):
+        from windlass.convert.source import find_tokenizer
+        from windlass.data.chat import load_chat_template
+        from windlass.evaluate.chat import answer
+        from windlass.evaluate.generate import Sampling
+        from windlass.evaluate.open_model import open_model
 
     if as_json and prompt is None:
         raise ConfigError("evaluate.chat-json", "--json answers one question", hint="give it with --prompt")
-    opened = open_model(run, step=step, device=device, dtype=dtype)
-    template = load_chat_template(find_tokenizer(opened.source, tokenizer))
+    with working(f"loading the weights of {run}", quiet=as_json):
+        opened = open_model(run, step=step, device=device, dtype=dtype)
+        template = load_chat_template(find_tokenizer(opened.source, tokenizer))
     sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     out = console()
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

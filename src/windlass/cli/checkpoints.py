@@ -53,7 +53,7 @@ def checkpoints(
     columns = ("step", "tokens", "size", config.metric, "saved", "devices", "state", "kept because / problem")
     resume = "No checkpoint can be resumed." if step is None else f"Resume starts at step {step:,}."
     total = f"Total {print_bytes(total_bytes)}. Retention: {keep.rules(config)}. {resume}"
-    listed = (table(None, columns, rows, right=(0, 1, 2, 3, 5)), total)
+    listed = (table(None, columns, rows, right=(0, 1, 2, 3, 5), drop=("devices", "tokens", "saved")), total)
     show(as_json, document, *(listed if entries else [f"{folder.path} has no checkpoints yet"]))
     if any(entry.state == "damaged" for entry in entries):
         raise typer.Exit(CheckpointError.exit_code)

@@ -8,6 +8,10 @@ from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table, text_of
 from windlass.units import print_bytes
 
+# The columns that a narrow terminal can do without, the least important first, as for every table.
+CLUSTER_DROP = ("verified live", "PUE", "internet", "GB/s per node", "longest job")
+DEVICE_DROP = ("unverified or assumed", "vendor", "fp8 TFLOP/s")
+FACT_DROP = ("read", "status")
 FACT_COLUMNS = ("key", "value", "status", "read", "source")
 CLUSTER_COLUMNS = (
     "cluster", "nodes", "devices per node", "memory", "bf16 TFLOP/s", "GB/s per node", "longest job", "internet",
@@ -42,7 +46,7 @@ def clusters(
             for d in load_devices().values()
         ]  # fmt: skip
         documents = [device.model_dump(mode="json") for device in load_devices().values()]
-        listed = table("Devices (dense peaks)", DEVICE_COLUMNS, rows, right=(2, 3, 4, 5, 6, 7))
+        listed = table("Devices (dense peaks)", DEVICE_COLUMNS, rows, right=(2, 3, 4, 5, 6, 7), drop=DEVICE_DROP)
         show(as_json, {"devices": documents}, listed)
     elif probe:
         result = probe_machine(load_cluster(name) if name else None)
@@ -68,7 +72,8 @@ def clusters(
             documents.append({**c.model_dump(mode="json"), "device": device.model_dump(mode="json")})
         title = "Known clusters (figures are per device unless noted)"
         advice = "windlass clusters NAME shows every value with its source; --devices lists the accelerators."
-        show(as_json, {"clusters": documents}, table(title, CLUSTER_COLUMNS, rows, right=(1, 4, 5, 6, 8, 9)), advice)
+        listed = table(title, CLUSTER_COLUMNS, rows, right=(1, 4, 5, 6, 8, 9), drop=CLUSTER_DROP)
+        show(as_json, {"clusters": documents}, listed, advice)
     else:
         cluster = load_cluster(name)
         device = load_device(cluster.device)
@@ -81,9 +86,9 @@ def clusters(
         show(
             as_json,
             {**cluster.model_dump(mode="json"), "device": device.model_dump(mode="json")},
-            f"{cluster.title}, {cluster.site}; compared with the live machine: {cluster.verified_on or 'never'}",
-            table("Cluster", FACT_COLUMNS, rows),
+            f"{cluster.title}, {cluster.site}; last verified on the live system: {cluster.verified_on or 'never'}",
+            table("Cluster", FACT_COLUMNS, rows, drop=FACT_DROP),
             table("Environment", ("variable", "value", "why", "source"), variables) if variables else None,
-            table(f"Device {device.name}", FACT_COLUMNS, device_rows),
+            table(f"Device {device.name}", FACT_COLUMNS, device_rows, drop=FACT_DROP),
             *(f"- {note}" for note in cluster.notes),
         )

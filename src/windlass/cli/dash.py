@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.output import show
+from windlass.cli.output import show, working
 
 
 def dash(
@@ -22,8 +22,9 @@ def dash(
 
     from windlass.report.dash.server import make_server
 
-    server = make_server(folder, port=port)
-    port, runs = server.server_port, len(server.folder.views())
+    with working(f"reading the runs in {folder}", quiet=as_json):
+        server = make_server(folder, port=port)
+        port, runs = server.server_port, len(server.folder.views())
     if as_json:
         typer.echo(json.dumps({"url": server.url, "port": port, "folder": str(folder), "runs": runs}))
     else:
@@ -34,7 +35,7 @@ def dash(
             f"{runs} runs in {folder}",
             f"open {server.url}",
             f"from another machine: {tunnel}, then the same address",
-            "only this machine can connect, and only with that token; Ctrl-C ends it",
+            "only this machine can connect, with that token; press Ctrl-C to stop",
         )
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server.socket):
         server.serve_forever(poll_interval=0.2)

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import bar, show, table, text_of
+from windlass.cli.output import bar, show, table, text_of, working
 from windlass.errors import ConfigError, DataError
 from windlass.files import write_atomic
 from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
@@ -21,6 +21,9 @@ from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
 if TYPE_CHECKING:
     from windlass.data.store import Store
     from windlass.data.tokenize import TokenizeProgress, TokenizeResult
+
+SOURCE_DROP = ("text bytes", "tokens/byte", "validation", "documents")
+LEDGER_DROP = ("kind", "consent", "language")
 
 
 # -- tokenize ------------------------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ def tokenize(
     def progress(now: TokenizeProgress) -> None:
         rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
         rejects = f", {now.rejects:,} rejected" if now.rejects else ""
-        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}/s{rejects}"
+        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate} tokens/s{rejects}"
         update(min(now.done_bytes, now.total_bytes), now.total_bytes, text)
 
     with bar("tokenizing", quiet=as_json) as update:
@@ -142,7 +145,9 @@ def _result_parts(result: TokenizeResult) -> list[Table | str]:
         if "counted" in source:
             counted, filtered = source["counted"], source["filtered"].items()
             reasons = "".join(f"; {count:,} conversations filtered out ({reason})" for reason, count in filtered)
-            parts.append(f"{name}: {counted:,} of {source['tokens']:,} tokens are answers, which are learned{reasons}")
+            parts.append(
+                f"{name}: {counted:,} of {source['tokens']:,} tokens are answers, which count in the loss{reasons}"
+            )
     return [*parts, *_source_tables(open_store(result.store))]
 
 
@@ -174,23 +179,25 @@ def data(
 
     store = open_store(path)
     if verify:
-        problems = store.verify()
+        with working(f"checking every file of {store.path}", quiet=as_json):
+            problems = store.verify()
         checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
         listed = [{"file": problem.file, "what": problem.problem} for problem in problems]
         document = {"store": str(store.path), "whole": not problems, "problems": listed}
-        show(as_json, document, None if problems else f"{store.path}: complete, all {checked} are right")
+        show(as_json, document, None if problems else f"{store.path}: complete; all {checked} match")
         if problems:
             lines = "\n  ".join(f"{problem.file} {problem.problem}" for problem in problems[:20])
             raise DataError(
                 "data.store-damaged",
                 f"{store.path} is damaged in {len(problems)} place{'s' * (len(problems) != 1)}:\n  {lines}",
-                hint="copy the store again from where it was made, or tokenize again",
+                hint="copy the store again from the original, or tokenize again",
             )
         return
     if ledger:
         _ledger(store, out, as_json)
         return
-    rows, decoded = inspect.by_source(store), inspect.samples(store, samples) if samples else []
+    with working(f"reading {store.path}", quiet=as_json):
+        rows, decoded = inspect.by_source(store), inspect.samples(store, samples) if samples else []
     ratios = {name: {key: rows[name][key] for key in ("tokens_per_word", "tokens_per_byte")} for name in store.sources}
     document = {
         "store": str(store.path),
@@ -235,8 +242,11 @@ def _source_tables(store: Store) -> list[Table]:
         rows.append((name, info.language or "unknown", *cells(row)[:2], held_out, *cells(row)[2:]))
     titles = ("source", "language", *columns[:2], "validation", *columns[2:])
     languages = [(name, *cells(row)) for name, row in by_language(store).items()]
-    by_languages = table("by language", ("language", *columns), languages, right=range(1, 6))
-    return [table(None, titles, rows, right=range(2, 8)), *([by_languages] if len(languages) > 1 else [])]
+    by_languages = table("by language", ("language", *columns), languages, right=range(1, 6), drop=SOURCE_DROP[:2])
+    return [
+        table(None, titles, rows, right=range(2, 8), drop=SOURCE_DROP),
+        *([by_languages] if len(languages) > 1 else []),
+    ]
 
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
@@ -254,7 +264,13 @@ def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
     show(
         as_json,
         {"ledger": store.ledger(), "ledger_hash": store.ledger_hash, "summary_file": str(target)},
-        table(f"ledger {store.ledger_hash or '(none)'}", ("source", *unknown, "tokens"), rows, right=(6,)),
+        table(
+            f"ledger {store.ledger_hash or '(none)'}",
+            ("source", *unknown, "tokens"),
+            rows,
+            right=(6,),
+            drop=LEDGER_DROP,
+        ),
         f"summary of training content: {target}",
     )
 
@@ -281,7 +297,9 @@ def train(
     texts = (text for _, text in source_texts(config, parse_bytes(max_bytes)))
     tokenizer = train_bpe(texts, vocab, out, progress=not as_json)
     others = {"reference": load_tokenizer(reference)} if reference else {}
-    _show_fertility(compare_tokenizers(config, {"trained": tokenizer, **others}), str(tokenizer.path), as_json)
+    with working("tokenizing samples of every source", quiet=as_json):
+        rows = compare_tokenizers(config, {"trained": tokenizer, **others})
+    _show_fertility(rows, str(tokenizer.path), as_json)
 
 
 def compare(
@@ -293,8 +311,10 @@ def compare(
     from windlass.config.sources import load_data_file
     from windlass.data import inspect, tokenizer
 
-    named = {str(path): tokenizer.load_tokenizer(path) for path in tokenizers}
-    _show_fertility(inspect.compare_tokenizers(load_data_file(file), named), None, as_json)
+    with working("tokenizing samples of every source", quiet=as_json):
+        named = {str(path): tokenizer.load_tokenizer(path) for path in tokenizers}
+        rows = inspect.compare_tokenizers(load_data_file(file), named)
+    _show_fertility(rows, None, as_json)
 
 
 def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:
@@ -305,5 +325,11 @@ def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool)
         for row in rows
     ]  # fmt: skip
     titles = ("language", "tokenizer", "vocabulary", "tokens/word", "tokens/byte", "bytes measured")
-    fertility = table("fertility (fewer tokens per word is better)", titles, cells, right=(2, 3, 4, 5))
+    fertility = table(
+        "fertility (fewer tokens per word is better)",
+        titles,
+        cells,
+        right=(2, 3, 4, 5),
+        drop=("bytes measured", "vocabulary"),
+    )
     show(as_json, {"tokenizer": path, "fertility": rows}, f"tokenizer: {path}" if path else None, fertility)

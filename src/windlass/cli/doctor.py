@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError
 
 
@@ -51,9 +51,10 @@ def doctor(
     writable = [Path(p) for p in shared if p.startswith("/") and "$" not in p and os.access(p, os.W_OK)]
     places = paths or [Path.cwd(), *writable]
     if cluster is not None:
-        rows = checks.run_doctor_job(
-            cluster, nodes or 1, places, full=full, account=account, partition=partition, wait_seconds=wait
-        )
+        with working(f"running the checks as a job on {cluster}", quiet=as_json):
+            rows = checks.run_doctor_job(
+                cluster, nodes or 1, places, full=full, account=account, partition=partition, wait_seconds=wait
+            )
     elif nodes is not None:
         raise ConfigError(
             "launch.cluster-missing",
@@ -61,14 +62,18 @@ def doctor(
             hint="windlass doctor --cluster lumi-g --nodes 2",
         )
     else:
-        rows = checks.host_checks(places, megabytes=megabytes)
+        with working("checking disks, clock and environment", quiet=as_json):
+            rows = checks.host_checks(places, megabytes=megabytes)
         if not no_devices and find_spec("torch") is None:
             advice = "pip install 'windlass[train]', or the site's own torch"
             missing = "torch is not installed in this environment"
             rows.append(checks.DoctorCheck("torch", "here", "fail", missing, advice))
         elif not no_devices:
-            count = devices or checks.count_devices()
-            with TemporaryDirectory(prefix="windlass-doctor-") as folder:
+            with (
+                working("checking devices and links (one worker per device)", quiet=as_json),
+                TemporaryDirectory(prefix="windlass-doctor-") as folder,
+            ):
+                count = devices or checks.count_devices()
                 rows += checks.examine(checks.run_workers(Path(folder), count, full=full), count, Path(folder))
     diagnosis = checks.Diagnosis((*rows, *checks.data_checks(store, tokenizer)))
     lines = [(c.level, c.topic, c.where, c.text + (f" -> {c.hint}" if c.hint else "")) for c in diagnosis.checks]

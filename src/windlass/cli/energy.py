@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, RunError
 from windlass.files import read_json_lines
 
@@ -21,9 +21,9 @@ ENERGY_KEYS = (
 )  # fmt: skip
 LEDGER_KEYS = ("resolution_joules", "startup_joules", "coverage", "nodes_expected", "nodes_measured", "missing")
 SCOPES = {
-    "gpu": "devices only: hosts, network and building are not in it",
-    "node": "whole nodes: network and building are not in it",
-    "facility": "at the meter of the building: the PUE is in it",
+    "gpu": "devices only, without hosts, network and facility overhead",
+    "node": "complete nodes, without network and facility overhead",
+    "facility": "at the facility's meter, PUE included",
 }
 
 
@@ -87,7 +87,8 @@ def energy(
 
     folder = open_run(run)
     notes = add_site_records(folder, ear or [], sacct, slurm)
-    summary = collect.collect(folder, factors=factors)
+    with working(f"reading {folder.path}", quiet=as_json):
+        summary = collect.collect(folder, factors=factors)
     measured, ledger = summary.energy, summary.energy.ledger
     document = {
         "run": summary.name,
@@ -103,7 +104,13 @@ def energy(
         "notes": notes,
     }
     sources, missing = tables.source_table(measured), sorted(ledger.missing.items())
-    by_source = table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4))
+    by_source = table(
+        f"{summary.name}: energy by source",
+        sources.columns,
+        sources.rows,
+        right=(3, 4),
+        drop=("nodes", "method", "note"),
+    )
     title = None if sources.rows else f"{summary.name}: energy"
     show(
         as_json,
@@ -120,7 +127,7 @@ def add_site_records(folder: "Run", ear: list[Path], sacct: Path | None, slurm: 
     from windlass.energy import site_records
 
     def counted(taken: int, total: int, unit: str, origin: str) -> str:
-        left_out = f" ({total - taken} left out: of other jobs, or without a figure)" if total > taken else ""
+        left_out = f" ({total - taken} skipped: from other jobs, or without a value)" if total > taken else ""
         return f"{taken} {unit}{'' if taken == 1 else 's'} of {origin} added to {folder.energy_file}{left_out}"
 
     notes: list[str] = []
@@ -174,8 +181,8 @@ def show_known_energy(
         if "pue" in factors:
             raise ConfigError(
                 "energy.pue-counted-twice",
-                f"--pue {factors['pue']:g} on energy of the facility would count the building twice",
-                hint="leave --pue out, or give --scope gpu or node",
+                f"--pue {factors['pue']:g} on energy of the facility would count its overhead twice",
+                hint="omit --pue, or give --scope gpu or node",
             )
         factors = factors | {"pue": 1.0}
     result = carbon(mwh * 1e3 * JOULES_PER_KWH, load_cluster(cluster) if cluster else None, None, factors)
@@ -206,7 +213,7 @@ def show_known_energy(
             for name, factor in (("pue", result.pue), ("grid", result.grid), ("market", result.market))
         },
     }
-    in_it = "energy x PUE" if result.kwh is not None else "PUE unknown: the building is missing"
+    in_it = "energy x PUE" if result.kwh is not None else "PUE unknown: facility overhead is not included"
     rows = [(f"energy, scope {scope}", f"{mwh:,.6g} MWh", SCOPES[scope])]
     if scope != "facility":
         rows += [

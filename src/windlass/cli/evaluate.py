@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from windlass.cli.options import JsonOption, ModelChoice, SaveOption, option_groups
-from windlass.cli.output import bar, show, table, text_of
+from windlass.cli.output import bar, show, table, text_of, working
 from windlass.errors import ConfigError
 from windlass.files import append_line, write_atomic
 from windlass.units import parse_tokens
@@ -117,15 +117,17 @@ def eval_(
             write_atomic(html, scoring.language_page(rows))
         show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
         return
-    from windlass.evaluate import open_model  # needs torch, which recorded scores do not
+    with working("importing torch", quiet=as_json):  # which recorded scores do not need
+        from windlass.evaluate import open_model
 
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
     limit_tokens = parse_tokens(text.max_tokens) if text.max_tokens is not None else None
     chosen = _read_tasks(tasks, batch)
     own_engine = tasks.engine == "windlass"
-    opened = open_model.open_model(
-        model.run, step=model.step, device=model.device, dtype=model.dtype, weights=own_engine
-    )
+    with working(f"loading the weights of {model.run}", quiet=as_json):
+        opened = open_model.open_model(
+            model.run, step=model.step, device=model.device, dtype=model.dtype, weights=own_engine
+        )
     source, scores = opened.source, list["EvalScore"]()
 
     def keep(new_scores: list[EvalScore], **more: Any) -> None:
@@ -143,7 +145,7 @@ def eval_(
         printed = [
             score_table(scores),
             *(
-                f"{name}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and lost their beginning"
+                f"{name}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and were truncated at the start"
                 for name, count in cut.items()
             ),
             _language_table(language_rows) if len(scoring.languages(language_rows)) > 1 else None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.options import JsonOption, ModelArgument, StepOption
-from windlass.cli.output import bar, show
+from windlass.cli.output import bar, show, working
 from windlass.errors import WindlassError
 from windlass.units import parse_bytes, print_bytes
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 def export(
     run: ModelArgument,
-    to: Annotated[Path, typer.Option("--to", help="New folder; an existing one is refused.")],
+    to: Annotated[Path, typer.Option("--to", help="New folder; it must not exist.")],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="fp32, bf16 or fp16 (default: bf16, fp32 for an fp32 run, an import as it came)."),
+        typer.Option(
+            "--dtype",
+            help="fp32, bf16 or fp16 (default: bf16; fp32 for an fp32 run; an imported model keeps its dtype).",
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers before finishing.")
@@ -37,11 +40,12 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
-    from windlass.convert.export import export as write_folder
-    from windlass.files import read_text_file
-    from windlass.registry import PRESETS
-    from windlass.report import collect, write
-    from windlass.runs import open_run
+    with working("importing torch", quiet=as_json):
+        from windlass.convert.export import export as write_folder
+        from windlass.files import read_text_file
+        from windlass.registry import PRESETS
+        from windlass.report import collect, write
+        from windlass.runs import open_run
 
     sample = read_text_file(text, "text to compare on") if text is not None else None
     try:  # README.md from the ledger, the energy and the report
@@ -99,9 +103,9 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Read a Hugging Face model into a run folder: `save.load = "RUN"` starts from it at any layout."""
-    from windlass.convert.imports import import_model
-
-    with bar("importing", quiet=as_json):
+    with working("importing torch", quiet=as_json):
+        from windlass.convert.imports import import_model
+    with working(f"reading {folder}", quiet=as_json):
         imported = import_model(
             folder, run or Path("runs") / folder.resolve().name, tokenizer=tokenizer, seq_len=seq_len, verify=verify
         )

@@ -41,12 +41,12 @@ class TaskOptions:
         int | None, typer.Option("--batch", min=1, help="Texts per step over all processes (default: 16).")
     ] = None
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate (default: 1e-3 frozen, 5e-5 full).")] = None
-    length: Annotated[
-        int | None, typer.Option("--length", min=1, help="Tokens of a text that are read (default: 256).")
-    ] = None
+    length: Annotated[int | None, typer.Option("--length", min=1, help="Maximum tokens per text (default: 256).")] = (
+        None
+    )
     patience: Annotated[
         int | None,
-        typer.Option("--patience", min=0, help="Stop after so many epochs without a better score; 0: never."),
+        typer.Option("--patience", min=0, help="Stop after this many epochs without a better score; 0: never."),
     ] = None
 
     def keys(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def finetune(
     save: SaveOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Fine-tune any local model on labelled texts; mean and spread of its scores over several seeds.
+    """Fine-tune any local model on labelled texts; prints mean and spread of the scores over several seeds.
 
     Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it.
     """

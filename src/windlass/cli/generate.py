@@ -14,7 +14,7 @@ from windlass.cli.options import (
     TemperatureOption,
     TopPOption,
 )
-from windlass.cli.output import console, print_json, text_of
+from windlass.cli.output import console, print_json, text_of, working
 from windlass.units import print_bytes
 
 
@@ -39,24 +39,27 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text: with a key/value cache (Llama) or a state of constant size (RetNet)."""
-    from windlass.convert.config_json import positions_of
-    from windlass.convert.source import find_tokenizer
-    from windlass.evaluate import generate as evaluate
-    from windlass.evaluate.open_model import open_model
+    with working("importing torch", quiet=as_json):
+        from windlass.convert.config_json import positions_of
+        from windlass.convert.source import find_tokenizer
+        from windlass.evaluate import generate as evaluate
+        from windlass.evaluate.open_model import open_model
 
     sampling = evaluate.Sampling(
         tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=go_on
     )
-    opened = open_model(run, step=step, device=device, dtype=dtype)
-    loaded = find_tokenizer(opened.source, tokenizer)
+    with working(f"loading the weights of {run}", quiet=as_json):
+        opened = open_model(run, step=step, device=device, dtype=dtype)
+        loaded = find_tokenizer(opened.source, tokenizer)
     stops = stop or []
-    result = evaluate.generate(
-        opened.model,
-        loaded.encode(prompt),
-        sampling,
-        eos=loaded.eos,
-        stop=evaluate.stop_condition(stops, loaded.decode),
-    )
+    with working(f"generating up to {tokens:,} tokens", quiet=as_json):
+        result = evaluate.generate(
+            opened.model,
+            loaded.encode(prompt),
+            sampling,
+            eos=loaded.eos,
+            stop=evaluate.stop_condition(stops, loaded.decode),
+        )
     text = evaluate.text_before(loaded.decode(result.ids), stops)
     if as_json:
         keys = ("ids", "tokens_per_second", "prompt_tokens", "prompt_seconds", "state_bytes", "ended")
@@ -75,7 +78,7 @@ def generate(
     trained, total = positions_of(opened.recipe, opened.source.folder), result.prompt_tokens + len(result.ids)
     if total > trained:
         lines.append(
-            f"{total:,} tokens in total, but the model was trained on sequences of {trained:,}: the end is a guess"
+            f"{total:,} tokens in total, but the model was trained on sequences of {trained:,}: text beyond that is unreliable"
         )
     for line in lines:
         out.print(line, style="dim", markup=False, soft_wrap=True)

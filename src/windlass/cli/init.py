@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.table import Table
 
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, LaunchError, WindlassError
 from windlass.files import write_atomic
 from windlass.units import parse_tokens, print_tokens
@@ -71,7 +71,7 @@ def init(
         try:
             detected, how_chosen = recognise().name, "this host's name"
         except LaunchError:
-            detected, how_chosen = "workstation", "no cluster file knows this host"
+            detected, how_chosen = "workstation", "no cluster file matches this host"
         if interactive:
             question, how_chosen = f"Cluster ({', '.join(cluster_names())})", "answered"
             machine = _ask_until_valid(question, detected, load_cluster)
@@ -86,10 +86,11 @@ def init(
         parameters = _read_size(size or default_size)
     if interactive and data is None:
         data = _ask("Token store, or texts to tokenize (empty: later)", "") or None
-    result = _create_recipe(
-        file, machine, how_chosen, account=account, parameters=parameters, data=data,
-        tokens=tokens, nodes=nodes, seq_len=seq_len or (4096 if machine.slurm else 1024), vocab=vocab,
-    )  # fmt: skip
+    with working("planning the recipe", quiet=as_json):
+        result = _create_recipe(
+            file, machine, how_chosen, account=account, parameters=parameters, data=data,
+            tokens=tokens, nodes=nodes, seq_len=seq_len or (4096 if machine.slurm else 1024), vocab=vocab,
+        )  # fmt: skip
     show(as_json, result, *_parts(result))
 
 
@@ -247,7 +248,7 @@ def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tu
     if not plans.plans:
         raise changes.nothing_fits(plans)
     fewest = f"the fewest that take at most {starter.MAX_DAYS:g} days"
-    most_nodes = f"the most that one job may take; it is longer than {starter.MAX_DAYS:g} days all the same"
+    most_nodes = f"the most that one job may use; training still takes more than {starter.MAX_DAYS:g} days"
     return recipe, plans, "given" if fixed else fewest if fast_enough else most_nodes
 
 

@@ -21,7 +21,7 @@ from windlass.cli.options import (
     RunArgument,
     ScratchOption,
 )
-from windlass.cli.output import bar, console, print_json, show, table, text_of
+from windlass.cli.output import bar, console, print_json, show, table, text_of, working
 from windlass.errors import ConfigError, RunError, WindlassError
 from windlass.units import print_bytes, print_joules, print_seconds
 
@@ -36,6 +36,8 @@ JOB_COLUMNS = (
     "link", "job", "state", "reason", "nodes", "ran", "limit", "node-hours", "from step", "to step", "source",
 )  # fmt: skip
 
+JOB_DROP = ("source", "from step", "limit", "nodes", "node-hours", "reason")
+
 
 def launch(
     recipe: RecipeArgument,
@@ -49,7 +51,7 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print script, plan, cost and checks; submit nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Submit although a check fails.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Submit even if a check fails.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without a scheduler.")] = False,
     devices: Annotated[int | None, typer.Option("--devices", help="With --local: number of devices.")] = None,
     after: AfterOption = None,
@@ -88,15 +90,16 @@ def launch(
         changes.append(f"launch.sbatch.{key}={json.dumps(value)}" if equals else f"launch.sbatch.{key}=true")
     loaded = load_recipe(recipe, changes)
     folder = run or Path("runs") / loaded.recipe.name
-    prepared = submit.prepare(
-        loaded,
-        run_dir=folder,
-        local=local,
-        devices=devices,
-        expect_store=pretokenize is None,
-        dry_run=dry_run,
-        adjust=adjust,
-    )
+    with working("planning and checking the job", quiet=as_json):
+        prepared = submit.prepare(
+            loaded,
+            run_dir=folder,
+            local=local,
+            devices=devices,
+            expect_store=pretokenize is None,
+            dry_run=dry_run,
+            adjust=adjust,
+        )
     loaded = prepared.loaded
     place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
     if pretokenize is not None:
@@ -127,7 +130,8 @@ def launch(
         accept_data(loaded.recipe, Run(folder), lambda text: None)
     if pretokenize is not None:
         after = arrays.tokenize_array(pretokenize, array, **place).merge_job
-    ids = submit.submit(prepared, after=after, force=force)
+    with working("submitting", quiet=as_json):
+        ids = submit.submit(prepared, after=after, force=force)
     show(
         as_json,
         {**_prepared_json(prepared), "jobs": ids},
@@ -210,7 +214,7 @@ def _findings_table(prepared: PreparedLaunch) -> Table | None:
         )
         for f in prepared.findings
     ]
-    return table("Checks", ("", "rule", "finding", "source"), rows) if rows else None
+    return table("Checks", ("", "rule", "finding", "source"), rows, drop=("source",)) if rows else None
 
 
 def jobs(
@@ -233,7 +237,8 @@ def jobs(
             f"{runs[0].path} has no jobs: it was not launched",
             hint="`windlass launch RECIPE` submits one; to follow a local run, use `windlass watch`",
         )
-    rows = [entry for item in runs for entry in usage.entries(item, executors(item))]
+    with working("asking the scheduler", quiet=as_json):
+        rows = [entry for item in runs for entry in usage.entries(item, executors(item))]
     listed = {"jobs": [entry.as_dict() for entry in rows]}
     if ledger:
         groups = {"runs": usage.totals(rows, "run"), "projects": usage.totals(rows, "project")}
@@ -251,11 +256,15 @@ def jobs(
         show(as_json, {**listed, **groups}, *tables)
     elif run:
         forecast = usage.forecast_chain(runs[0], rows)
-        shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9))
-        show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, "\n".join(forecast.lines()))
+        shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9), drop=JOB_DROP)
+        show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, *forecast.lines())
     elif rows:
         named = [(Path(entry.run).name, *_job_row(entry)) for entry in rows]
-        show(as_json, listed, table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10)))
+        show(
+            as_json,
+            listed,
+            table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10), drop=JOB_DROP),
+        )
     else:
         show(as_json, listed, f"no jobs in {folder}; `windlass launch RECIPE` submits one")
 
@@ -319,7 +328,7 @@ def cancel(
 
     folder = open_run(run)
     ended = submit.cancel(folder, submit.executors(folder), only=job)
-    text = f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run waits or runs"
+    text = f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run is pending or running"
     show(as_json, {"run": str(folder.path), "cancelled": ended}, text)
 
 
@@ -358,7 +367,7 @@ def stage(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy a run's token store and checkpoints to another file system, in parallel; a copy that was cut off goes on.
+    """Copy a run's token store and checkpoints to another file system, in parallel; an interrupted copy is resumed.
     `windlass launch` runs this as a CPU job."""
     from windlass.launch.staging import stage as copy
     from windlass.runs import open_run
@@ -379,7 +388,7 @@ def stage(
         copies = copy(open_run(run), store, checkpoints, progress)
     lines = (
         f"{c.source} -> {c.target}: {c.files} files copied, {print_bytes(c.bytes)} in {print_seconds(c.seconds)}; "
-        f"{c.kept_files} were there"
+        f"{c.kept_files} already there"
         for c in copies
     )
     show(as_json, {"copies": copies}, *lines)
@@ -405,13 +414,13 @@ def link(
         chain.record_next(folder, me, job)
     elif action == "before":
         verdict = chain.before(folder, me, restart, socket.gethostname())
-        text = "goes on" if verdict.answer == "go" else "ends at once"
+        text = "continues" if verdict.answer == "go" else "ends now"
         print(f"windlass: job {me} {text}: {verdict.reason}", flush=True)
         raise typer.Exit(script.LINK_GO if verdict.answer == "go" else script.LINK_STOP)
     elif action == "after":
         verdict = chain.after(folder, me, restart, code, None if by == "none" else by)
         texts = {"go": "another job is needed", "finished": "no further job is needed"}
-        text = texts.get(verdict.answer, "no further job is tried")
+        text = texts.get(verdict.answer, "no further job is submitted")
         print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
         raise typer.Exit(script.LINK_AGAIN if verdict.answer == "go" else script.LINK_STOP)
     else:

@@ -26,22 +26,22 @@ ProcessesOption = Annotated[
 ]
 AccountOption = Annotated[str | None, typer.Option("--account", help="SLURM account to charge.")]
 NewDataOption = Annotated[
-    bool, typer.Option("--new-data", help="Go on although the token store has changed since the last start.")
+    bool, typer.Option("--new-data", help="Continue even if the token store has changed since the last start.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")]
 ScratchOption = Annotated[
     bool,
-    typer.Option("--restart-from-scratch", help="Begin again at step 0 although all saved checkpoints are gone."),
+    typer.Option("--restart-from-scratch", help="Restart at step 0 if all saved checkpoints are gone."),
 ]
 EngineProfileOption = Annotated[
     str | None,
-    typer.Option("--engine-profile", help="Predict as another engine of 2024 would run: torch, deepspeed, megatron."),
+    typer.Option("--engine-profile", help="Predict for another engine, as used in 2024: torch, deepspeed or megatron."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]
 AdjustOption = Annotated[
     bool,
-    typer.Option("--adjust", help="Take the nearest global batch that the devices divide without loss, and say so."),
+    typer.Option("--adjust", help="Use the nearest global batch that the devices divide evenly, and print it."),
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")]
 TopPOption = Annotated[

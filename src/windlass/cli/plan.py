@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from windlass.cli.options import AdjustOption, EngineProfileOption, JsonOption
-from windlass.cli.output import console, show, table, text_of
+from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from windlass.planner.changes import RecipeChange
     from windlass.planner.explain import LayoutExplanation
     from windlass.planner.search import Plans
-
-NARROW_COLUMNS = 100  # in a terminal narrower than this the table has no columns for energy and CO2e
 
 
 def plan(
@@ -61,7 +59,8 @@ def plan(
                 "--calibrate needs at least one run or sweep folder",
                 hint="windlass plan --calibrate runs/my-sweep",
             )
-        result = calibration.calibrate(folders, cluster=cluster)
+        with working("fitting the constants", quiet=as_json):
+            result = calibration.calibrate(folders, cluster=cluster)
         show(as_json, result.json(), result.text())
         return
     if recipe is None:
@@ -73,15 +72,18 @@ def plan(
     loaded = load_recipe(Path(recipe), overrides or []).recipe
     used_cluster = with_gpus(load_cluster(cluster or loaded.cluster))[0]
     loaded, adjusted = changes.adjust_batch(loaded, used_cluster, nodes) if adjust else (loaded, None)
-    plans = search.plan(
-        loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
-    )
+    with working(f"searching layouts of {loaded.name} on {used_cluster.name}", quiet=as_json):
+        plans = search.plan(
+            loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
+        )
     explanation = None if why is None else explain.explain_layout(plans, why)
     if html is not None and plans.plans:
-        counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
-        strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
-        save_page(html, page.plan_page(plans, strong, weak))
-    other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
+        with working("planning other numbers of nodes for the page", quiet=as_json):
+            counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
+            strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
+            save_page(html, page.plan_page(plans, strong, weak))
+    with working("pricing small changes of the recipe", quiet=as_json):
+        other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
     document = {**record.plans_json(plans, other), "adjusted": adjusted}
     if explanation:
         document["why"] = record.explanation_json(explanation, plans.task)
@@ -126,15 +128,10 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
         f"{task.recipe.name}: {params.total / 1e9:.3g}B parameters{active}, {print_tokens(best.tokens)} tokens, "
         f"batch {smallest}{best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
-    is_narrow = console().width < NARROW_COLUMNS  # the layout column would be cut
-    shown, narrow_note = 7 if is_narrow else 9, None
-    if is_narrow and best.energy.kwh is not None:
-        used = f"{print_joules(best.energy.kwh * 3.6e6, 1)}, {carbon(best.energy.tco2e)} CO2e"
-        narrow_note = f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json)."
-    ranking = table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8))
+    ranking = table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), drop=("CO2e", "energy", "batch"))
     reasons = [f"{p.rank:>2}. {p.reason}" for p in plans.plans]
     small = [Text(f"A small change gains: {change.describe()}", style="yellow") for change in gains]
-    return [*rejected, ranking, *reasons, "", *small, narrow_note, *_footnotes(plans)]
+    return [*rejected, ranking, *reasons, "", *small, *_footnotes(plans)]
 
 
 def _footnotes(plans: Plans) -> list[str]:
@@ -154,6 +151,8 @@ def _footnotes(plans: Plans) -> list[str]:
             f"{'such a device' if same_device else 'a device of its kind'}"
         )
     units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
+    kwh = best.energy.kwh
+    used = "" if kwh is None else f", {print_joules(kwh * 3.6e6, 1)} and {carbon(best.energy.tco2e)} CO2e"
     market = "" if best.energy.market_tco2e is None else f"; market-based {carbon(best.energy.market_tco2e)}"
     near = next((r for r in plans.rejected if not r.from_recipe and r.memory_gib is not None), None)
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
@@ -162,7 +161,7 @@ def _footnotes(plans: Plans) -> list[str]:
         search.RANKING,
         f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
-        f"The best takes {amount(best.node_hours)} node-hours{units}. "
+        f"The best takes {amount(best.node_hours)} node-hours{units}{used}. "
         f"Energy is at the meter (PUE {best.energy.pue:g}); "
         f"CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",

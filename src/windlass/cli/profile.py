@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import bar, show, table
+from windlass.cli.output import bar, show, table, working
 from windlass.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def compare(
     if untraced and not all_runs:
         raise ProfileError(
             "profile.compare-mixed",
-            f"without traces only runs can be compared with runs ({', '.join(untraced)} has none)",
+            f"without traces, only run folders can be compared ({', '.join(untraced)} has none)",
             hint="give run folders on both sides, or traces on both",
         )
     with _reading([path for target in resolved for path in target.traces], quiet=as_json) as progress:
@@ -158,14 +158,15 @@ def compare(
             for target, label in zip(resolved, labels, strict=True)
             if not untraced
         ]
-    comparison = compare_jobs(
-        labels,
-        jobs,
-        compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
-        manifests=[run.manifest() for run in runs] if all_runs else (),
-        sort=order,
-        per_step=per_step,
-    )
+    with working("comparing", quiet=as_json):
+        comparison = compare_jobs(
+            labels,
+            jobs,
+            compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
+            manifests=[run.manifest() for run in runs] if all_runs else (),
+            sort=order,
+            per_step=per_step,
+        )
     _write_page(
         html,
         "Comparison of " + " and ".join(comparison.labels),
@@ -212,6 +213,8 @@ def _write_page(path: Path | None, title: str, sections: list[Section], *, quiet
 def _parts(tables: Sequence[tuple[str, DataTable]]) -> Iterator[Table | str]:
     for title, content in tables:
         if content.rows:
-            yield table(title, content.columns, content.rows, right=content.right)
+            drop = ("share", *reversed(content.columns[2:]))
+            yield table(title, content.columns, content.rows, right=content.right, drop=drop)
         if content.caption:
-            yield f"  {content.caption}\n" if content.rows else f"{title}: {content.caption}\n"
+            yield f"  {content.caption}" if content.rows else f"{title}: {content.caption}"
+            yield ""

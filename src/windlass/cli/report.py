@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from windlass.cli.options import JsonOption
-from windlass.cli.output import console, print_json, show
+from windlass.cli.output import console, print_json, show, working
 from windlass.units import print_text
 
 
@@ -42,17 +42,21 @@ def report(
     folders = list({run.path.resolve(): run for run in named}.values())
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
-        count = len(write.write_figures(folders, figures, picture, sweeps))
+        with working("drawing the figures", quiet=as_json):
+            count = len(write.write_figures(folders, figures, picture, sweeps))
         typer.echo(f"wrote {count} figures to {figures}", err=True)
     if as_json:
         print_json(write.json_report(folders, sweeps))
         return
     if markdown and out is None:
-        typer.echo(write.markdown_report(folders, sweeps))
+        with working("reading the runs"):
+            text = write.markdown_report(folders, sweeps)
+        typer.echo(text)
         return
     target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
-    save_page(target, write.markdown_report(folders, sweeps) if as_markdown else write.html_report(folders, sweeps))
+    with working(f"writing {target}"):
+        save_page(target, write.markdown_report(folders, sweeps) if as_markdown else write.html_report(folders, sweeps))
     size = f"{target.stat().st_size / 1e6:.1f} MB, opens from disk without a network"
     show(False, None, f"wrote {print_text(str(target))} ({size})")
 
@@ -76,12 +80,12 @@ def sync(
         try:
             uploads.sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
         except KeyboardInterrupt:
-            typer.echo("ended; what was sent is remembered", err=True)
+            typer.echo("stopped; uploaded files are not uploaded again", err=True)
         return
     if not dry_run and uploads.parts(folder) and uploads.is_live(folder):
-        typer.echo("the job is asked to close its part (at its next line, a minute at most) ...", err=True)
+        typer.echo("asking the job to close its current file (a minute at most) ...", err=True)
         uploads.ask_for_part(folder)
     done = uploads.sync_once(folder, dry_run=dry_run)
-    nothing = "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)"
+    nothing = "nothing to upload: the run has no offline W&B files (trackers.wandb = true writes them)"
     lines = [f"{part['part']}: {part['state']}" for part in done] or [nothing]
     show(as_json, {"run": str(folder.path), "dry_run": dry_run, "parts": done}, *lines)

@@ -60,6 +60,9 @@ def start(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what this folder contains as JSON.")] = False,
+    verbose: Annotated[  # read by `main`, which accepts it anywhere
+        bool, typer.Option("--verbose", "-v", help="Print files read, durations, error codes and tracebacks.")
+    ] = False,
 ) -> None:
     """From a compute allocation to a trained language model on a public supercomputer."""
     if version:
@@ -76,7 +79,7 @@ def start(
         {**asdict(contents), "next": {"command": next_command, "reason": reason}},
         table(
             "windlass: seven steps from an allocation to a model",
-            ("", "command", "what it gives you", "in this folder"),
+            ("", "command", "what you get", "in this folder"),
             rows,
         ),
         f"next: {next_command}   ({reason})",

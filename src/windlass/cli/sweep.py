@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.options import EngineProfileOption, JsonOption
-from windlass.cli.output import show, table, text_of
+from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
 from windlass.units import print_bytes, print_rate, print_seconds, print_share
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.outcome import PointOutcome
     from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
+
+POINT_DROP = ("kWh", "node-h", "MFU", "needed", "oom", "time")
+BEST_DROP = ("point", "energy", "seeds", "time", "texts/s")
 
 
 def sweep(
@@ -54,9 +57,7 @@ def sweep(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit as packed SLURM jobs (an array) instead of running here.")
     ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Run although the command or a job has a fault that is known beforehand.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run even if a check of the command or job fails.")] = False,
     inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
@@ -86,8 +87,9 @@ def sweep(
         dvc.write_dvc(loaded, points, to_dvc)
         show(False, None, f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
         return
-    points = expect.use_nearest_batches(loaded.sweep, points, cluster)
-    expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
+    with working(f"predicting {len(points)} points", quiet=as_json):
+        points = expect.use_nearest_batches(loaded.sweep, points, cluster)
+        expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
     faults = commands.check_commands(loaded, points, load_cluster(cluster) if cluster else None)
     path = run or Path("runs") / loaded.sweep.name
     options = [
@@ -211,13 +213,13 @@ def _show_dry(
         units = f", {total.units:,.0f} {total.unit}s" if charged else ""
         sums = f"total {total.node_hours:,.1f} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
         sums += f"one after another {print_seconds(total.seconds)}"
-    skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
+    skipped = f"{total.skipped} skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
     show(
         as_json,
         document,
-        table(title, columns, cells, right=range(2, len(columns))),
+        table(title, columns, cells, right=range(2, len(columns)), drop=POINT_DROP),
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
-        f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
+        f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} invalid",
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
         "memory: peak that the run will log. needed: what must fit, with the allocator's reserve. per device: tokens/s.",
@@ -288,7 +290,8 @@ def _finish(
             )
         sweep_run = replace(sweep_run, loaded=replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by)))
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by
-    paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
+    with working("writing tables and page", quiet=as_json):
+        paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
     entries, board = results.write_leaderboard(sweep_run, rows, leaderboard), sweep.leaderboard
     best = entry_table(board, entries) if board is not None else None
     ranked, counts = figures.best_first(rows, key, sweep.goal), figures.counts(rows)
@@ -316,7 +319,7 @@ def _finish(
         as_json,
         document,
         table(title, content.columns, content.rows, right=content.right),
-        table("Leaderboard", best.columns, best.rows, right=best.right) if best is not None else None,
+        table("Leaderboard", best.columns, best.rows, right=best.right, drop=BEST_DROP) if best is not None else None,
         energy,
         figures.no_winner(rows, key) if counts.get("ok") and not ranked else None,
         f"page: {page}   table: {paths[0]}",

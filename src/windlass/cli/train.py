@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from windlass.cli.options import (
     RecipeArgument,
     ScratchOption,
 )
-from windlass.cli.output import console
+from windlass.cli.output import console, working
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def train(
         if adjust:
             adjusted, note = adjust_batch(loaded.recipe, cluster, nodes)
             used = replace(loaded, recipe=adjusted)
-            console().print(f"adjusted: {note}" if note else "adjusted: nothing, the batch divides", markup=False)
+            console().print(
+                f"adjusted: {note}" if note else "adjusted: nothing; the batch already divides evenly", markup=False
+            )
         return create_planned_run(folder.path, used, cluster, nodes)[1]
 
     raise typer.Exit(
@@ -105,7 +108,7 @@ def bind_and_train(
     from windlass.launch.start import bind_start
     from windlass.runs import lock, starts
     from windlass.runs.events import GaveUp
-    from windlass.train import supervisor, worker
+    from windlass.train import supervisor
 
     position = place()
     single = position.source == "single"
@@ -127,12 +130,18 @@ def bind_and_train(
         else:
             start = starts.wait_for_start(run, starts.start_name(job or "", restart), reused_name=job_id() is None)
         if not single or count == 1:
+            with working("importing torch", quiet=quiet or not single):
+                import torch  # noqa: F401  here, because it takes seconds
+
+                from windlass.train import worker
             try:
                 return worker.main([str(run.path), "--start", start.name, "--locked", *options])
             except ConfigError as error:
                 if position.rank == 0:
                     raise
                 return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
+        if not quiet and sys.stderr.isatty():
+            sys.stderr.write(f"starting {count} workers, which import torch ...\n")
         code = supervisor.run_workers(supervisor.worker_argv(run, start, *options), count, run, restarts)
     if code == EXIT_RESUMABLE:
         console().print(f"to resume: windlass resume {run.path}", markup=False)

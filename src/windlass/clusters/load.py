@@ -1,5 +1,6 @@
 """Reads and checks cluster and device files: those shipped with windlass, overlaid with the user's own."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from windlass.errors import ConfigError
 from windlass.files import FileStamps, file_stamps
 
 SHIPPED = Path(__file__).parent / "data"
+logger = logging.getLogger(__name__)
 
 
 def user_folder() -> Path:
@@ -50,6 +52,9 @@ def _read_cluster(name: str, shipped: Path, own: Path, stamps: FileStamps) -> Cl
         )
     origin = str(own if own.is_file() else shipped)
     cluster = validate(Cluster, {"name": name} | _read_overlaid(shipped, own), origin)
+    paths, fitted_on = [str(path) for path in (shipped, own) if path.is_file()], cluster.efficiency.fitted_on
+    constants = f"fitted to measured runs on {fitted_on}" if fitted_on else "the planner's own"
+    logger.info("cluster %s: %s; efficiency constants: %s", name, " and ".join(paths), constants)
     node, binding = cluster.node, cluster.binding
     faults = list(lint_masks(cluster, binding.masks)) if binding.kind == "mask" else []
     if (node.cores_usable or 0) > node.cores:

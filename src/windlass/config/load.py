@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from windlass.registry import BLOCKS, PRESETS
 from windlass.units import divisors, nearest
 
 T = TypeVar("T", bound=Table)
+logger = logging.getLogger(__name__)
 FileKind = Literal["recipe", "data", "sweep"]
 # Kind of file -> its name in messages, and the commands that read it.
 KIND_TEXTS = {
@@ -82,7 +84,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             "config.file-unreadable",
             f"{path} cannot be read: {error}",
-            hint="a recipe is a UTF-8 text file that you may read",
+            hint="a recipe is a UTF-8 text file: check its encoding and permissions",
         ) from None
     return parse_toml(text, str(path)), text
 
@@ -96,10 +98,12 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        hint = "texts need quotes, numbers none; a table begins with [name]"
+        hint = "strings must be quoted and numbers must not; a table starts with [name]"
         number = int(match[1]) if (match := re.search(r"line (\d+)", str(error))) else 0
         if 0 < number <= len(lines := text.splitlines()):
-            hint = f"line {number} reads: {shorten(lines[number - 1].strip())!r}; texts need quotes, numbers none"
+            hint = (
+                f"line {number} reads: {shorten(lines[number - 1].strip())!r}; strings must be quoted, numbers must not"
+            )
         raise ConfigError("config.syntax", f"{where} is not valid TOML: {shorten(str(error))}", hint=hint) from None
     except RecursionError:
         raise _too_deep(where) from None
@@ -150,7 +154,7 @@ def missing_hint(path: Path) -> str:
     if near:
         return f"did you mean {' or '.join(str(path.parent / f'{stem}.toml') for stem in near)}?"
     if own := shipped(path):
-        return f"windlass brings it along as {own}; copy it here and make it yours"
+        return f"windlass ships it as {own}: copy it here and edit the copy"
     folder = shipped(Path("recipes"))
     return "check the path" if folder is None else f"check the path; recipes to start from are in {folder}"
 
@@ -219,6 +223,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
         origins = {**kept, dotted: "override"}
     recipe = validate(Recipe, raw, str(path))
     check(recipe)
+    changed = [key for key, origin in origins.items() if origin == "override"]
+    logger.info("recipe: %s (overridden: %s)", path.absolute(), ", ".join(changed) or "nothing")
     return Loaded(recipe, text, path, origins)
 
 
@@ -300,7 +306,7 @@ def check(recipe: Recipe) -> None:
     if data.store == "":
         problems.append("data.store: empty; name a token store, or remove the key to train on synthetic tokens")
     if data.tokens is None and recipe.train.steps is None and not counts_epochs:
-        problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
+        problems.append("data.tokens: missing; set it, or train.steps, to say how long to train")
     named = [("data.batch_tokens", data.batch_tokens), *(("data.batch_ramp", size) for _, size in data.batch_ramp)]
     for key, batch in named:
         if batch is not None and (batch == 0 or batch % data.seq_len):
@@ -315,14 +321,14 @@ def check(recipe: Recipe) -> None:
         refused = {"train.engine": train.engine != "native", "train.goldfish_k": train.goldfish_k}
         problems += [f'{key}: not with tune.task = "masked"' for key, is_set in refused.items() if is_set]
     if train.goldfish_k == 1:
-        problems.append("train.goldfish_k (1) leaves every token out of the loss; at least 2, or 0 for none")
+        problems.append("train.goldfish_k (1) leaves every token out of the loss; use at least 2, or 0 to turn it off")
     if train.goldfish_k and train.goldfish_h >= data.seq_len:
         most = data.seq_len - 1
         problems.append(f"train.goldfish_h ({train.goldfish_h:,}) is not below data.seq_len; at most {most:,}")
     if train.goldfish_k and train.objective != "next_token":
         problems.append(f"train.goldfish_k: only with train.objective = next_token, not {train.objective}")
     if data.reset_positions and not data.mask_documents:
-        problems.append("data.reset_positions: needs data.mask_documents = true, or leave it out")
+        problems.append("data.reset_positions: needs data.mask_documents = true, or remove it")
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
@@ -344,7 +350,7 @@ def pattern_problems(model: ModelConfig) -> Iterator[str]:
         if letter in letters and table is None:
             yield f"model.{name}: needed by the {letter} layers of model.pattern (at least model.{name}.{key})"
     if model.mamba is not None and "M" not in letters:
-        yield f"model.mamba: model.pattern ({letters}) has no M layer that would use it; write M, or leave the table out"
+        yield f"model.mamba: model.pattern ({letters}) has no M layer that would use it; write M, or remove the table"
     if model.mamba is not None and model.mamba.heads % model.mamba.groups:
         valid = nearest(model.mamba.groups, divisors(model.mamba.heads))
         rule = f"does not divide model.mamba.heads ({model.mamba.heads}); nearest valid: {valid}"
@@ -365,7 +371,7 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     """What is wrong with the mixture of experts, each with the nearest legal value."""
     count, top_k, groups = experts.count, experts.top_k, experts.groups
     if model.family == "retnet":
-        yield "model.experts: family 'retnet' has a plain feed-forward block; leave the table out"
+        yield "model.experts: family 'retnet' has a plain feed-forward block; remove the table"
     if model.activation == "xielu":
         yield "model.activation (xielu): it has parameters, which experts do not; use swiglu, geglu, gelu or relu2"
     if top_k > count:
@@ -382,26 +388,26 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     letters = (model.pattern or LAYER_KINDS[0]).removesuffix(REPEATED)
     if experts.dense_layers and "E" in letters:
         rule = "model.pattern says which layers have experts (E) and which are dense (-)"
-        yield f"model.experts.dense_layers ({experts.dense_layers}): {rule}; leave it out"
+        yield f"model.experts.dense_layers ({experts.dense_layers}): {rule}; remove it"
     if set(letters) <= set("M*-"):
-        yield f"model.experts: model.pattern ({letters}) has no layer that would use them; write E, or leave the table out"
+        yield f"model.experts: model.pattern ({letters}) has no layer that would use them; write E, or remove the table"
     if model.layers and experts.dense_layers >= model.layers:
         rule = f"leaves none of model.layers ({model.layers}) with experts"
         yield f"model.experts.dense_layers ({experts.dense_layers}) {rule}; at most {model.layers - 1}"
     if experts.bias_step and not experts.bias_strength:
-        yield f'model.experts.bias_step: balance = "{experts.balance}" moves no bias; use "bias" or "both", or leave it out'
+        yield f'model.experts.bias_step: balance = "{experts.balance}" moves no bias; use "bias" or "both", or remove it'
     if experts.shared_ffn and not experts.shared:
-        yield "model.experts.shared_ffn: there is no shared expert; set model.experts.shared = 1, or leave it out"
+        yield "model.experts.shared_ffn: there is no shared expert; set model.experts.shared = 1, or remove it"
 
 
 def latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[str]:
     """Keys that latent attention does not have."""
     if model.family == "retnet":
-        yield "model.latent: family 'retnet' has retention; leave the table out"
+        yield "model.latent: family 'retnet' has retention; remove the table"
     if latent.rope_dim % 2:
-        yield f"model.latent.rope_dim ({latent.rope_dim}): turned in pairs, so it is even; nearest: {latent.rope_dim + 1}"
+        yield f"model.latent.rope_dim ({latent.rope_dim}): positions are rotated in pairs, so it must be even; nearest: {latent.rope_dim + 1}"
     if set((model.pattern or "F").removesuffix(REPEATED)) != {"F"}:
-        yield f"model.pattern ({shorten(repr(model.pattern))}): latent attention has full layers only; leave it out"
+        yield f"model.pattern ({shorten(repr(model.pattern))}): latent attention has full layers only; remove it"
     standards = {
         "kv_heads": (None, model.heads),
         "head_dim": (None,),
@@ -412,7 +418,7 @@ def latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[str]:
     }
     for key, accepted in standards.items():
         if (value := getattr(model, key)) not in accepted:
-            yield f"model.{key} ({value}): latent attention has none of it; leave it out"
+            yield f"model.{key} ({value}): latent attention does not use it; remove it"
 
 
 def model_problems(model: ModelConfig) -> Iterator[str]:
@@ -438,8 +444,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     size = model.head_dim or width // heads
     turned = int(size * model.rope_fraction)
     if model.latent is None and (turned % 2 or not turned):
-        rule = "rotary positions turn numbers in pairs, so they need an even and positive count"
-        yield f"model.heads ({heads}) of width {size} each, of which {turned} are turned: {rule}"
+        rule = "rotary positions rotate dimensions in pairs, so their number must be even and positive"
+        yield f"model.heads ({heads}) of width {size} each, of which {turned} are rotated: {rule}"
     yield from pattern_problems(model)
     if model.experts is not None:
         yield from experts_problems(model, model.experts)
@@ -451,8 +457,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         up = -(-values // heads) * heads
         yield f"model.heads ({heads}) does not divide model.{key} ({values}); the next larger one is {up}"
     if model.kv_heads not in (None, heads):
-        advice = f"leave it out, or write model.kv_heads = {heads}"
+        advice = f"remove it, or write model.kv_heads = {heads}"
         yield f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; {advice}"
     if model.head_dim is not None and model.head_dim * heads != width:
         rule = f"retention's heads divide model.width ({width}) by {heads}"
-        yield f"model.head_dim ({model.head_dim}): {rule}; leave it out"
+        yield f"model.head_dim ({model.head_dim}): {rule}; remove it"

@@ -22,7 +22,7 @@ class RopeScalingConfig(Table):
     """`[model.rope_scaling]`: rotary positions for sequences longer than those that the model began with."""
 
     kind: Literal["linear", "llama3", "yarn"]
-    """linear slows all pairs alike; llama3 and yarn leave the fast ones as they are."""
+    """linear slows all frequencies equally; llama3 and yarn keep the high ones."""
     factor: Annotated[float, Field(ge=1)]
     """How many times longer the sequences may be."""
     old_length: PositiveInt | None = None
@@ -50,7 +50,7 @@ class ExpertsConfig(Table):
     """`[model.experts]`: feed-forward blocks of which each token uses a few. No token is ever dropped."""
 
     count: PositiveInt
-    """Number of experts in a layer, shared ones not counted."""
+    """Number of experts in a layer, not counting shared experts."""
     top_k: PositiveInt
     """Experts that each token uses."""
     ffn: PositiveInt | None = None
@@ -66,7 +66,7 @@ class ExpertsConfig(Table):
     renormalise: bool = True
     """The scores of a token's experts are divided by their sum."""
     groups: PositiveInt = 1
-    """Group-limited routing: experts form so many groups, of which a token uses `groups_kept`."""
+    """Group-limited routing: number of groups of experts; a token uses `groups_kept` of them."""
     groups_kept: PositiveInt | None = None
     """Groups that a token's experts may come from (default: all). softmax ranks groups by their best expert, sigmoid
     by their two best."""
@@ -106,9 +106,9 @@ class LatentConfig(Table):
     q_rank: NonNegativeInt = 0
     """Width of the vector that queries are made from; 0: they are made from the residual stream."""
     nope_dim: PositiveInt
-    """Numbers of each head's queries and keys without a position."""
+    """Dimensions of each head's queries and keys without rotary positions."""
     rope_dim: PositiveInt
-    """Numbers of each head's queries and keys with rotary positions; the heads share those of the keys."""
+    """Dimensions of each head's queries and keys with rotary positions; all heads share those of the keys."""
     value_dim: PositiveInt
     """Width of each head's values."""
 
@@ -121,13 +121,13 @@ class MambaConfig(Table):
     head_dim: PositiveInt = 64
     """Width of one head."""
     state: PositiveInt = 128
-    """Numbers that a head keeps for each of its values (ssm_state_size)."""
+    """State size per value of a head (ssm_state_size)."""
     groups: PositiveInt = 8
     """Groups of heads that write and read their states alike (n_groups)."""
     conv: Annotated[int, Field(ge=2)] = 4
     """Positions that the convolution sees, its own included (conv_kernel)."""
     chunk: PositiveInt = 128
-    """Positions that are computed as one square; the result does not depend on it."""
+    """Chunk length of the computation; the result does not depend on it."""
     dt_min: PositiveFloat = 0.001
     """Smallest time step, and the lower end of those that training begins with (time_step_min)."""
     dt_max: PositiveFloat = 0.1
@@ -200,7 +200,7 @@ class ModelConfig(Table):
     rope_theta_window: PositiveFloat | None = None
     """Base in W layers (default: rope_theta)."""
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of each head that is turned."""
+    """Share of each head's dimensions that is rotated."""
     rope_scaling: RopeScalingConfig | None = None
     """Scaling of the rotary positions in F layers; W layers keep theirs."""
     rope_scaling_windows: bool = False
@@ -208,7 +208,7 @@ class ModelConfig(Table):
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with a bias."""
     norm_place: Literal["pre", "post", "both"] = "pre"
-    """Norms stand before each block, after it (x + norm(block(x))), or both."""
+    """Norms are applied before each block, after it (x + norm(block(x))), or both."""
     zero_centred_norm: bool = False
     """Norms multiply by one plus their weight."""
     embedding_scale: PositiveFloat | Literal["sqrt_width"] = 1.0

@@ -53,8 +53,8 @@ class DataConfig(Table):
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
     document. documents: sequences are filled with complete documents, attention stays inside each."""
     long_documents: Literal["leave_out", "cut"] = "leave_out"
-    """pack = "documents": conversations longer than seq_len are left out, or only their first tokens are used; both are
-    counted. A text continues in another sequence; a preference pair is always left out."""
+    """pack = "documents": conversations longer than seq_len are skipped or truncated; both are counted. A text continues in
+    another sequence; a preference pair is always skipped."""
     validation: str | None = None
     """Split that is held out for validation (default: `validation`, if the store has one)."""
     policy: Literal["any", "lawful"] = "any"
@@ -72,7 +72,7 @@ class OptimConfig(Table):
     lr: NonNegativeFloat = 3e-4
     """The highest learning rate, reached at the end of the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """The schedule ends at lr x this."""
+    """Final learning rate as a fraction of lr."""
     warmup: Tokens = 0
     """Tokens of linear warm-up."""
     schedule: Annotated[str, Registered(SCHEDULES)] = "cosine"
@@ -105,7 +105,7 @@ class OptimConfig(Table):
     """Largest global gradient norm; 0 turns clipping off."""
     qk_clip: NonNegativeFloat = 0.0
     """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi
-    K2 used 100); 0: off. The largest is that of 16 queries of each sequence."""
+    K2 used 100); 0: off. It is measured on 16 queries of each sequence."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
 
@@ -145,23 +145,23 @@ class TrainConfig(Table):
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-normalizer added to the loss; 0: off."""
     goldfish_k: NonNegativeInt = 0
-    """Leave about every k-th token out of the loss, always the same ones after the same text, so that it is not learned
-    by heart (Goldfish loss); 0: off."""
+    """Leave about every k-th token out of the loss, always the same ones after the same text, so that texts are
+    not memorised (Goldfish loss); 0: off."""
     goldfish_h: PositiveInt = 50
     """Goldfish loss: tokens before a token that decide whether it is left out."""
     log_every: PositiveInt = 1
-    """Steps between lines of metrics.jsonl."""
+    """Steps between logged lines of metrics.jsonl."""
     instruments: NonNegativeInt = 0
-    """Steps between looks at every layer: norms of gradient, weights and update, scale of its output, largest attention
+    """Steps between measurements of every layer: norms of gradient, weights and update, scale of its output, largest attention
     logit; 0: off."""
     eval_every: NonNegativeInt = 0
     """Steps between validation passes; 0: only at the end, if there is a validation split."""
     eval_tokens: Tokens = 262_144
     """Tokens of one validation pass."""
     skip_nonfinite: bool = True
-    """Skip the update of a step whose loss or gradient norm is not finite on any rank."""
+    """Skip the update of a step if the loss or gradient norm is not finite on any rank."""
     skip_spike_sigma: NonNegativeFloat = 0.0
-    """Skip a step whose loss or gradient norm lies this many standard deviations above its recent mean; 0: off."""
+    """Skip a step whose loss or gradient norm is this many standard deviations above its recent mean; 0: off."""
     max_skipped: PositiveInt = 10
     """Stop the run after this many skipped steps in a row."""
     rollback: bool = False
@@ -194,7 +194,7 @@ class LayoutConfig(Table):
     context: PositiveInt = 1
     """Context-parallel degree for long sequences."""
     expert: PositiveInt = 1
-    """Expert-parallel degree: so many of the data- and context-parallel devices share the experts of a copy. It adds no
+    """Expert-parallel degree: number of data- and context-parallel devices that share the experts of a copy. It adds no
     devices."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer states (or parameters too) in host memory."""

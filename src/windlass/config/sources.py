@@ -37,8 +37,8 @@ class DataSource(Table):
     """On what basis it may be used: licence, contract, opt-in, public domain, ..."""
     kind: Literal["public-dataset", "licensed", "private", "web", "user", "synthetic", "other"] | None = None
     """Heading in the EU's public summary of training content: publicly available dataset, licensed by its
-    rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. Left
-    out: not stated."""
+    rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. If
+    omitted: not stated."""
     collected: str | None = None
     """When it was collected or crawled ("2019-03 to 2024-06"): the summary asks for the period and the latest date."""
     crawler: str | None = None
@@ -73,7 +73,7 @@ class DataFile(Table):
     dedup: Literal["none", "exact"] = "none"
     """exact: of documents with the same text, over all sources, the first is kept."""
     utf8: Literal["reject", "replace"] = "reject"
-    """Invalid UTF-8: reject the document, or put U+FFFD in place of what is wrong."""
+    """Invalid UTF-8: reject the document, or replace the invalid bytes by U+FFFD."""
     min_chars: NonNegativeInt = 1
     """Shorter documents are filtered out (and counted). 1: only empty ones."""
     max_chars: PositiveInt | None = None
@@ -89,7 +89,7 @@ class DataFile(Table):
     workers: PositiveInt | None = None
     """Worker processes (default: one per CPU core that this job may use)."""
     chunk: Bytes = Field(default=32 * 2**20, gt=0)
-    """Largest part of the (decompressed) input that is done as one; files of fewer than 32 chunks are cut finer, down
+    """Maximum size of a chunk of (decompressed) input; files of fewer than 32 chunks are cut finer, down
     to 8 MiB. A killed job repeats at most one chunk per worker."""
     shard_tokens: Tokens = Field(default=2**30, gt=0)
     """A shard of the store has at most about this many tokens."""

@@ -57,7 +57,7 @@ def round_to_two_digits(value: float) -> int:
 def recipe_text(a: StarterRecipe) -> str:
     """The recipe as a file; comments say where the values come from."""
     account = (
-        f"account = {_text(a.account)}\n" if a.account else '# account = "PROJECT"        # what the node-hours go to\n'
+        f"account = {_text(a.account)}\n" if a.account else '# account = "PROJECT"        # SLURM account to charge\n'
     )
     store = (
         f"store        = {_text(a.store)}\n"
@@ -82,7 +82,7 @@ def recipe_text(a: StarterRecipe) -> str:
         f"[optim]\n"
         f"lr      = {learning_rate:g}                 # a usual start for this size; sweep it\n"
         f"warmup  = {_tokens(warmup_tokens(a.tokens))}\n"
-        f"# no [layout]: `windlass plan` ranks them, train and launch take the best one and print why\n"
+        f"# no [layout]: `windlass plan` ranks them, train and launch use the best one and print the reason\n"
         f"[save]\n"
         f'every   = "auto"               # from the measured start-up and save time\n'
         f"keep_last = 3\n"

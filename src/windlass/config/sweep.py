@@ -59,7 +59,7 @@ class SweepConfig(Table):
     metrics: dict[str, str] = Field(default_factory=dict)
     """With `command`: our column -> key in the results file, for example tokens_per_second = "samples_per_second"."""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Dotted recipe keys that hold for every point."""
+    """Dotted recipe keys to set for every point."""
     unset: list[str] = Field(default_factory=list)
     """Dotted keys of the base recipe to remove."""
     matrix: dict[str, list[Any]] = Field(default_factory=dict)
@@ -157,8 +157,8 @@ def with_launch(loaded: LoadedSweep, overrides: Sequence[str]) -> LoadedSweep:
         if parts[0] != "launch" or len(parts) < 2 or loaded.sweep.command is None:
             raise ConfigError(
                 "sweep.override-not-launch",
-                f"{override}: a sweep of a command takes launch.KEY=VALUE here, a sweep of recipes nothing",
-                hint="axes and recipe keys belong into the file, below [matrix] or [set]",
+                f"{override}: only a sweep of a command takes overrides here, as launch.KEY=VALUE",
+                hint="put axes and recipe keys in the file, under [matrix] or [set]",
             )
         apply_override(raw, parts, value)
     launch = validate(LaunchConfig, raw["launch"], "launch")
@@ -189,7 +189,7 @@ def find_problems(sweep: SweepConfig, *, same_points: bool = True) -> list[str]:
     if (sweep.recipe is None) == (sweep.command is None):
         problems.append("give either `recipe` or `command`" + (", not both" if sweep.recipe is not None else ""))
     if sweep.recipe is not None and sweep.launch.model_fields_set:
-        problems.append('launch: a sweep of recipes has it in the recipe; write "launch.account" = ... below [set]')
+        problems.append('launch: a sweep of recipes has it in the recipe; write "launch.account" = ... under [set]')
     if not (sweep.matrix or sweep.zip or sweep.include):
         problems.append("the matrix is empty: there is no point to run; add [matrix], [[zip]] or [[include]]")
     for name, values in sweep.matrix.items():

@@ -36,13 +36,13 @@ class TuneConfig(Table):
     validation: PathText | None = None
     """Examples on which `metric` is measured (default: a tenth of the training file)."""
     test: PathText | None = None
-    """Examples that are looked at once, after training."""
+    """Test examples, evaluated once after training."""
     text: str = "text"
     """Column of the text; for tag the column of the words."""
     pair: str | None = None
     """Column of a second text."""
     label: str = "label"
-    """Column of the label, the list of labels, the number, or the tags. `target` is found too."""
+    """Column of the label, the list of labels, the number, or the tags. `target` is recognised too."""
     labels: list[str] = Field(default_factory=list)
     """All labels, in the order of the model's outputs (default: those of the training file, sorted)."""
     files: dict[str, str] = Field(default_factory=dict)

@@ -72,7 +72,7 @@ def export(
     if shard_bytes < 1:
         raise ConfigError(
             "convert.shard-too-small",
-            f"a file of at most {shard_bytes} bytes holds nothing",
+            f"a file of at most {shard_bytes} bytes is too small for any weight",
             hint='write for example --shard "4 GB"',
         )
     if (source.folder / files.MANIFEST).is_file():  # a flipped bit must not be published: compare every checksum
@@ -99,7 +99,9 @@ def export(
         if not head_keys:
             sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
             write_json(temporary / "generation_config.json", sampling)
-        title = f"# {source.recipe.name}\n\nTrained with windlass. No run folder was at hand for a fuller card.\n"
+        title = (
+            f"# {source.recipe.name}\n\nTrained with windlass. No run folder was available, so this card is short.\n"
+        )
         write_atomic(temporary / "README.md", card or title)
         check = compare_logits(source.recipe, source.folder, temporary, DTYPES[dtype], loaded, text) if verify else None
         if check is not None and not check.ok:

@@ -80,7 +80,7 @@ def own_store(source: ModelSource) -> Store:
         raise DataError(
             "convert.no-token-store",
             f"{source.folder} {origin} and has no token store",
-            hint="name a token store made with its tokenizer: --store",
+            hint="eval: name a token store made with its tokenizer (--store); generate, chat, export: its tokenizer (--tokenizer)",
         )
     for candidate in (Path(named), *([source.run.path / "data"] if source.run else [])):
         if candidate.is_dir():
@@ -88,7 +88,7 @@ def own_store(source: ModelSource) -> Store:
     raise DataError(
         "convert.token-store-unreachable",
         f"the run's token store {named} does not exist on this machine",
-        hint="name a copy of it with --store",
+        hint="eval: name a copy of it (--store); generate, chat, export: its tokenizer (--tokenizer)",
     )
 
 

@@ -133,7 +133,7 @@ def load_chat_template(tokenizer: Tokenizer, named: str | None = None) -> ChatTe
         raise DataError(
             "data.chat-template-missing",
             f"the tokenizer {tokenizer.path} has no chat template",
-            hint="put chat_template.jinja or tokenizer_config.json of a tuned model beside it; a data file can name a "
+            hint="put chat_template.jinja or tokenizer_config.json of a tuned model next to it; a data file can name a "
             "Jinja file as `template`",
         )
     if isinstance(tokenizer, SentencePieceTokenizer):

@@ -150,7 +150,9 @@ class ConversationEncoder:
                 prompt = self.template.render(messages[:number], add_generation_prompt=True)
                 answer = self.template.render(messages[: number + 1])
                 if not (answer.startswith(prompt) and text.startswith(answer)):
-                    raise UnusableConversationError("the template renders an earlier turn otherwise once others follow")
+                    raise UnusableConversationError(
+                        "the template renders an earlier turn differently once more turns follow"
+                    )
                 spans.append((len(prompt), len(answer)))
         return text, spans
 

@@ -104,7 +104,7 @@ def choose(
             "data.special-tokens-unsupported",
             f'special_tokens = "parse" is not possible with {tokenizer.path}: '
             f"a {tokenizer.kind} tokenizer never reads them from text",
-            hint="use the model's tokenizer.json, which does, or leave special_tokens out",
+            hint="use the model's tokenizer.json, which does, or remove special_tokens",
         )
     names = [wanted] if wanted != "auto" else list(ENGINES)
     rejected: list[str] = []
@@ -162,7 +162,7 @@ def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, samp
         except WorkerDiedError:
             return "it crashed on the sample"
         except TimeoutError:
-            return "it did not answer within 300 s"
+            return "no result within 300 s"
 
 
 def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:

@@ -131,9 +131,9 @@ def _leads_into(pattern: str, folder: str) -> bool:
 def _overlap(name: str, path: str, output: Path) -> DataError:
     return DataError(
         "data.output-in-source",
-        f"source {name!r} reads {path}, and the store is written to {output}: one lies inside the other, so the next "
+        f"source {name!r} reads {path}, and the store is written to {output}: one is inside the other, so the next "
         "run would read the store's own files",
-        hint="choose an `output` outside of all source folders, or a pattern that does not lead into it",
+        hint="choose an `output` outside of all source folders, or a pattern that does not match it",
     )
 
 

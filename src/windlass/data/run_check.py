@@ -57,7 +57,7 @@ def _compare(
             "data.changed",
             f"{run.path} was trained on other data than {recipe.data.store or 'synthetic tokens'} holds now "
             f"({len(lines):,} difference{'s' * (len(lines) != 1)}):\n  {listed}",
-            hint="restore the token store, or point data.store to where it is; to go on with these data on purpose, "
+            hint="restore the token store, or point data.store to where it is; to continue with this data anyway, "
             "add --new-data to `windlass train`, `resume` or `launch`. `windlass data STORE --verify` checks every byte of a store",
         )
     if not is_main:

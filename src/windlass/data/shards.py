@@ -201,7 +201,7 @@ class Shard:
         ):
             raise DataError(
                 "data.document-index-damaged",
-                f"{self.index} is damaged: its documents do not lie one after the other in {self.tokens:,} tokens",
+                f"{self.index} is damaged: its documents do not follow one another in {self.tokens:,} tokens",
                 hint="copy the file again; `windlass data STORE --verify` finds every changed file",
             )
         return ends
@@ -318,7 +318,7 @@ def open_megatron_shard(file: Path) -> Shard:
     if not binary.is_file():
         raise DataError(
             "data.store-incomplete",
-            f"{file} has no .bin beside it",
+            f"{file} has no .bin file next to it",
             hint="copy both files; a killed Megatron job leaves one without the other",
         )
     size = index.tokens * index.dtype.itemsize
@@ -344,7 +344,7 @@ def open_datatrove_shard(file: Path) -> Shard:
         raise DataError(
             "data.token-width-unknown",
             f"{file}: the number of bytes per token is unknown",
-            hint="keep the .ds.metadata or .ds.index file beside it",
+            hint="keep the .ds.metadata or .ds.index file next to it",
         )
     return Shard(file, file.stat().st_size // dtype.itemsize, dtype, documents, None if documents is None else index)
 
@@ -376,7 +376,7 @@ def open_olmo_shard(file: Path) -> Shard:
     if not listing.is_file():
         raise DataError(
             "data.token-width-unknown",
-            f"{file} has no header and no {listing.name} beside it",
+            f"{file} has no header and no {listing.name} next to it",
             hint="OLMo's metadata file gives the number of bytes per token: copy it too",
         )
     tokens = documents = 0

@@ -12,6 +12,7 @@ SOURCE-SPLIT-00000.marks           of conversations: one byte per token, whether
 
 import hashlib
 import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ from windlass.data.shards import (
 from windlass.errors import DataError
 from windlass.files import read_json
 
+logger = logging.getLogger(__name__)
 KIND = "windlass-store"
 MANIFEST, LEDGER, CHECKSUMS = "manifest.json", "ledger.json", "checksums.json"
 FILES, REJECTS = "files.jsonl", "rejects.jsonl"
@@ -224,9 +226,10 @@ def open_store(path: Path | str) -> Store:
             raise DataError(
                 "data.store-unfinished",
                 f"{path} is not finished",
-                hint="run the same `windlass tokenize` again: it does only what is missing",
+                hint="run the same `windlass tokenize` again: only the missing parts are done",
             )
         return open_foreign(path)
+    logger.info("token store: %s", path.absolute())
     manifest = read_manifest(path)
     dtype, tokenizer = np.dtype(manifest["dtype"]), manifest["tokenizer"]
     sources = {
@@ -351,7 +354,7 @@ def refuse_unlawful(sources: Mapping[str, DataSource] | Mapping[str, SourceInfo]
         raise DataError(
             "data.source-unlawful",
             f'{place}: policy = "lawful" refuses {len(lines)} of {len(gaps)} sources:\n  ' + "\n  ".join(lines),
-            hint="write licence and origin into the source's table of the data file, or leave the source out",
+            hint="write licence and origin into the source's table of the data file, or remove the source",
         )
 
 

@@ -234,7 +234,7 @@ def _new_items(
         raise DataError(
             "data.source-files-changed",
             f"the files of {', '.join(changed)} are not those that {target} was made from",
-            hint="put new files into a source of another name, or choose another `output`",
+            hint="add new files as a source with another name, or choose another `output`",
         )
     new = [item for item in items if item.source not in manifest["sources"]]
     if new and file.dedup == "exact":
@@ -276,7 +276,7 @@ def _explain_failures(work: Path) -> Iterator[None]:
         raise StoppedError(
             "data.stopped",
             f"stopped by {signal.Signals(number).name}",
-            hint="run the same command again: it does only what is missing",
+            hint="run the same command again: only the missing parts are done",
         )
 
     with contextlib.ExitStack() as stack:
@@ -294,7 +294,7 @@ def _explain_failures(work: Path) -> Iterator[None]:
             raise DataError(
                 "data.worker-died",
                 str(error),
-                hint="run the same command again: at most the chunks under way are repeated",
+                hint="run the same command again: only the chunks in progress are repeated",
             ) from None
         except WorkerFailedError as error:
             raise DataError(

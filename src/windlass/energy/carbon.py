@@ -96,17 +96,17 @@ def carbon(
 
 
 def equivalent(kwh: float) -> str:
-    """`as much as 24 litres of water brought to the boil (0.1 kWh each)`."""
+    """`24 litres of water brought to the boil (0.1 kWh each)`."""
     each_kwh, singular, plural = next((row[1:] for row in EQUIVALENTS if kwh >= row[0]), EQUIVALENTS[-1][1:])
     count = kwh / each_kwh
     text = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
-    return f"as much as {text} {singular if text == '1' else plural}"
+    return f"{text} {singular if text == '1' else plural}"
 
 
 def car_equivalent(kg: float) -> str:
-    """`as much CO2e as 40,000 km by car (350 g per km, GPT-NL's comparison)`."""
+    """`40,000 km by car (350 g CO2e per km, GPT-NL's comparison)`."""
     km = kg / CAR_KG_PER_KM
-    return f"as much CO2e as {km:,.{0 if km >= 10 else 1}f} km by car (350 g per km, GPT-NL's comparison)"
+    return f"{km:,.{0 if km >= 10 else 1}f} km by car (350 g CO2e per km, GPT-NL's comparison)"
 
 
 def print_carbon(kg: float | None) -> str:

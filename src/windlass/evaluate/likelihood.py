@@ -96,7 +96,7 @@ def end_token(token: int | None) -> int:
         raise DataError(
             "evaluate.end-token-missing",
             "a text without context needs an end-of-document token before it",
-            hint="the tokenizer names none",
+            hint="the tokenizer defines none",
         )
     return token
 

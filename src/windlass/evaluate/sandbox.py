@@ -170,7 +170,7 @@ def check_sandbox(*, weak: bool) -> tuple[str, ...]:
             "evaluate.sandbox-incomplete",
             f"this kernel does not protect {' or '.join(missing)} from generated code",
             hint="network and processes need seccomp (x86-64 or ARM), files need Landlock (Linux 5.13 or later); "
-            "in a container that may be lost anyway, --weak-sandbox runs the code with its other limits",
+            "in a disposable container, --weak-sandbox runs the code with its other limits",
         )
     return missing
 

@@ -95,7 +95,7 @@ def check_bindings(
         faults = list(lint_entries(binding.entries, kind=binding.kind, tasks=tasks, node=node))
         own = (cluster.name, cluster.binding.masks) if cluster and cluster.binding.masks else None
         nearest = (own or nearest_masks(binding.entries)) if faults and binding.kind == "mask_cpu" else None
-        hint = "give every local rank cores of its own: two ranks on one core run at half speed without a message"
+        hint = "give each local rank its own cores: two ranks on one core run at half speed without a warning"
         if nearest is not None:
             hint = f"the masks of {nearest[0]}: {','.join(nearest[1])}"
         source = source_of(cluster, "binding") if cluster else None
@@ -144,14 +144,14 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
             f"queues that take it: {', '.join(fitting)}"
             if fitting
-            else "no queue in the cluster file takes so many nodes",
+            else "no queue in the cluster file takes that many nodes",
             source,
         ),
         (
             job.nodes < queue.min_nodes,
             "nodes",
             f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
-            "ask for more nodes, or leave out partition and QOS",
+            "ask for more nodes, or remove partition and QOS",
             source,
         ),
         (
@@ -479,7 +479,7 @@ def _check_store(recipe: Recipe) -> Finding:
                 "store",
                 "refuse",
                 f"the token store {recipe.data.store} is not complete: {fault}",
-                "run `windlass tokenize` again: it makes what is missing",
+                "run `windlass tokenize` again: only the missing parts are done",
             )
     return Finding("store", "ok", f"token store {recipe.data.store}: complete")
 
@@ -505,7 +505,7 @@ def check_budget(
     left = budget - used_node_hours
     available = f"{left:,.1f} of {budget:,.1f} left ({used_node_hours:,.1f} used or running)"
     run = "" if needed_node_hours is None else f"; the whole run is expected to need {needed_node_hours:,.1f} more"
-    text = f"up to {asked_node_hours:,.1f} node-hours asked, {available}{run}"
+    text = f"up to {asked_node_hours:,.1f} node-hours requested, {available}{run}"
     advice = (
         "shorten launch.time or --chain, or correct launch.budget_node_hours",
         "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",

@@ -45,8 +45,8 @@ RECORD_SECONDS = 10.0  # a parallel file system may show the records some second
 # Environment variables that cause problems: the harmful values (None: any), and why.
 HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel waits for the one before it"),
-    "NCCL_P2P_DISABLE": (("1",), "devices of a node talk through the host"),
-    "NCCL_IB_DISABLE": (("1",), "nodes talk over TCP, many times slower"),
+    "NCCL_P2P_DISABLE": (("1",), "devices of a node communicate through the host"),
+    "NCCL_IB_DISABLE": (("1",), "nodes communicate over TCP, many times slower"),
     "NCCL_SHM_DISABLE": (("1",), "shared memory between ranks of a node is off"),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked twice"),
     "NCCL_DEBUG": (("TRACE",), "the log grows by gigabytes"),

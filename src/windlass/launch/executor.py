@@ -27,7 +27,7 @@ UNKNOWN = "UNKNOWN"
 WRAPPER = 'bash "$1"; code=$?; echo $code > "$2.part"; mv "$2.part" "$2"; exit $code'
 # Reasons for which SLURM leaves a job pending forever, and what they mean.
 NEVER_STARTS = {
-    "DependencyNeverSatisfied": "the job it waits for did not end as asked",
+    "DependencyNeverSatisfied": "the job it depends on did not end as required",
     "PartitionNodeLimit": "more nodes than the partition allows",
     "PartitionConfig": "more nodes than the partition has",
     "PartitionTimeLimit": "more time than the partition allows",

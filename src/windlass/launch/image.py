@@ -34,7 +34,7 @@ def read_definition(name: str | None) -> Definition:
         raise LaunchError(
             "launch.definition-missing",
             f"there is no definition file {name}" if name else "the cluster file names no definition",
-            hint=f"use --definition FILE; with windlass come {', '.join(shipped) or 'none'}",
+            hint=f"use --definition FILE; shipped with windlass: {', '.join(shipped) or 'none'}",
         )
     text = path.read_text()
     bootstrap = re.search(r"^Bootstrap:\s*(\S+)", text, re.M)

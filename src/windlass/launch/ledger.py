@@ -305,7 +305,7 @@ class ChainForecast:
         reserved = f"{self.node_hours_left:.2f} still reserved by waiting and running jobs"
         end = "estimated end: unknown until the first steps are logged"
         if self.verdict != "go":
-            end = f"the chain is over: {self.reason}"
+            end = f"the chain has ended: {self.reason}"
         elif self.estimated_end is not None:
             day = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.estimated_end))
             more = f", about {self.links_needed} more jobs" if self.links_needed else ""

@@ -32,10 +32,13 @@ def last_lines(run: Run, *, job: str | None = None, lines: int = 40) -> str:
     files = log_files(run, job)
     if files:
         return _last_lines(files[-1], lines)
-    message, hint = f"{run.path} has no logs yet", f"`windlass jobs {run.name}` shows whether its jobs still wait"
+    message, hint = (
+        f"{run.path} has no logs yet",
+        f"`windlass jobs {run.name}` shows whether its jobs are still pending",
+    )
     if job is not None:
         with_log = ", ".join(p.stem for p in log_files(run)) or "none yet"
-        message, hint = f"job {job} has no log in {run.logs}", f"jobs with a log: {with_log}; a job that waits has none"
+        message, hint = f"job {job} has no log in {run.logs}", f"jobs with a log: {with_log}; a pending job has none"
     raise RunError("launch.no-log", message, hint=hint)
 
 

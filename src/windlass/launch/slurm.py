@@ -190,7 +190,7 @@ class SlurmScheduler:
             raise LaunchError(
                 "launch.slurm-timeout",
                 f"{argv[0]} did not answer within {self.timeout_seconds:.0f} s",
-                hint="the controller is busy or away: try again",
+                hint="the controller is busy or unavailable: try again",
             ) from None
         if done.returncode:
             raise slurm_error(argv[0], done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}")

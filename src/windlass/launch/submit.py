@@ -400,8 +400,8 @@ def check_known(executor: Executor, job: str) -> None:
     if job not in executor.states([job]):
         raise LaunchError(
             "launch.unknown-dependency",
-            f"job {job} is unknown to the scheduler, which would take the condition as met",
-            hint="check the id with `squeue --me`; a job that ended long ago needs no condition",
+            f"job {job} is unknown to the scheduler, which would treat the dependency as satisfied",
+            hint="check the id with `squeue --me`; a job that ended long ago needs no dependency",
         )
 
 

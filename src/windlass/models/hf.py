@@ -29,7 +29,7 @@ LATER_TOKENS = {"use_bidirectional_attention": True, "is_causal": False, "attn_t
 def refuse_later_tokens(origin: str) -> ConfigError:
     return ConfigError(
         "model.not-causal",
-        f"{origin}: its positions see later tokens, so it predicts no next token",
+        f"{origin}: it attends to later tokens, so it cannot predict the next one",
         hint="use a model whose attention is causal",
     )
 
@@ -202,7 +202,7 @@ def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
         raise ConfigError(
             "model.config-unreadable",
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
-            hint="a newer transformers may know it",
+            hint="a newer transformers may support it",
         ) from None
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:

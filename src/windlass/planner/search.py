@@ -257,9 +257,8 @@ def _rank_key(p: Plan, lowest_days: float) -> tuple[float, ...]:
 
 def _mechanisms(p: Plan) -> int:
     layout = p.layout
-    return sum(getattr(layout, axis) > 1 for axis in AXES) + sum(
-        value != "none" for value in (layout.offload, layout.shard, p.recompute)
-    )
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
+    return len(axes) + sum(value != "none" for value in (layout.offload, layout.shard, p.recompute))
 
 
 def _too_big(p: Plan) -> Rejected:

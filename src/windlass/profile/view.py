@@ -35,7 +35,7 @@ from windlass.units import (
     print_watts,
 )
 
-NOT_AVAILABLE = "not available on this trace"
+NOT_AVAILABLE = "not available"
 NOT_MEASURED = "not measured"
 NOT_IN_TRACE = "not in the trace"
 _COMMUNICATION_ROWS = (

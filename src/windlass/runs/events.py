@@ -127,7 +127,7 @@ class ProcessStart(Event):
 class Started(
     ProcessStart,
     event="started",
-    meaning="a process group began from nothing",
+    meaning="training started from scratch",
     sentence="started on {world_size}",
 ):
     pass
@@ -137,8 +137,8 @@ class Started(
 class Resumed(
     ProcessStart,
     event="resumed",
-    meaning="a process group began from a checkpoint",
-    sentence="resumed at step {step} on {world_size}, {lost_steps} to do again",
+    meaning="training resumed from a checkpoint",
+    sentence="resumed at step {step} on {world_size}, {lost_steps} to repeat",
 ):
     step: int | None = None
     tokens: int | None = None
@@ -210,8 +210,8 @@ class CheckpointDamaged(
 class CheckpointsLost(
     StepEvent,
     event="checkpoints_lost",
-    meaning="checkpoints that were saved are no longer on the disk; training goes on from to_step (0: from nothing)",
-    sentence="lost {checkpoint} (step {step}): going on from step {to_step}, {lost_steps} and {lost_tokens} tokens less",
+    meaning="saved checkpoints are missing from the disk; training continues from to_step (0: from scratch)",
+    sentence="lost {checkpoint} (step {step}): continuing from step {to_step}, {lost_steps} and {lost_tokens} tokens less",
 ):
     to_step: int | None = None
     lost_steps: int | None = None
@@ -343,7 +343,7 @@ class FaultEvent(
 class Restarted(
     Event,
     event="restarted",
-    meaning="the supervisor started the workers again",
+    meaning="the supervisor restarted the workers",
     sentence="restarted workers (attempt {attempt}): {reason}",
 ):
     attempt: int | None = None
@@ -424,7 +424,7 @@ class SaveInterval(
 class LayoutChanged(
     Event,
     event="layout_changed",
-    meaning="the run goes on in another layout",
+    meaning="the run continues with another layout",
 ):
     old: Any = None
     new: Any = None

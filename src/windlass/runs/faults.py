@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 # A RunError is not in it: the folder may only be locked by a job that is still ending. A RunError that stays stops both
 # after the second failure without a new checkpoint.
 INCURABLE = {
-    errors.ConfigError.exit_code: "the recipe is at fault",
+    errors.ConfigError.exit_code: "the recipe has an error",
     errors.PlanError.exit_code: "the layout does not fit",
-    errors.DataError.exit_code: "the data are at fault",
-    errors.CheckpointError.exit_code: "the checkpoint is at fault",
-    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
+    errors.DataError.exit_code: "the data has an error",
+    errors.CheckpointError.exit_code: "the checkpoint has an error",
+    errors.TrainError.exit_code: "training stopped for a reason that a restart cannot fix",
     errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
     errors.EXIT_DIVERGED: "training diverged",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from windlass.runs.lock import holder
 from windlass.runs.metrics import MetricsLine
 
 E = TypeVar("E", bound=Event)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Run:
             raise RunError(
                 "runs.config-damaged",
                 f"{self.config_file} is damaged: {self.config_file.stat().st_size:,} bytes that are not a JSON object",
-                hint=f"copy it again, or write it anew: `windlass train {self.recipe_file} --run {self.path}`, with "
+                hint=f"copy it again, or recreate it: `windlass train {self.recipe_file} --run {self.path}`, with "
                 "the overrides of the first start; checkpoints, metrics and events are kept",
             )
         if value is None:
@@ -160,6 +162,7 @@ def open_run(path: Path | str) -> Run:
     wanted = Path(path)
     for candidate in (wanted, Path("runs") / wanted):
         if (candidate / "config.json").is_file():
+            logger.info("run: %s", candidate.absolute())
             return Run(candidate)
     names = sorted(p.parent.name for p in Path("runs").glob("*/config.json"))
     near = get_close_matches(wanted.name, names, n=3, cutoff=0.5)
@@ -170,7 +173,7 @@ def open_run(path: Path | str) -> Run:
         f"{wanted} " + ("is not a run folder (no config.json)" if wanted.exists() else "does not exist"),
         hint=hint
         if names
-        else f"there is no run in {Path('runs').resolve()}; `windlass train RECIPE` makes one, by default in runs/<name>",
+        else f"there is no run in {Path('runs').resolve()}; `windlass train RECIPE` creates one, by default in runs/<name>",
     )
 
 
@@ -207,7 +210,7 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     except OSError as error:
         raise RunError(
             "runs.folder-not-writable",
-            f"the run folder {run.path} cannot be made: {error.strerror}",
+            f"the run folder {run.path} cannot be created: {error.strerror}",
             hint="choose a folder you may write to with --run",
         ) from None
     if not has_begun(run):

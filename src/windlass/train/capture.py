@@ -26,7 +26,7 @@ def obstacle(recipe: Recipe, step: StepSpec, world: World) -> str | None:
         "layers are measured (train.instruments, optim.qk_clip)": bool(
             recipe.train.instruments or recipe.optim.qk_clip
         ),
-        "optimizer states or weights lie in host memory": world.layout.offload != "none",
+        "optimizer states or weights are in host memory": world.layout.offload != "none",
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -224,7 +224,7 @@ class Checkpointing:
             "checkpoint.last-save-failed",
             f"the last save, at step {training.step}, failed twice: {outcome.error}",
             hint=f"the newest good checkpoint of this start is {last}; "
-            f"make room and `windlass resume {training.run.path}`",
+            f"free some space, then `windlass resume {training.run.path}`",
         )
 
     def announce_interval(self, step_seconds: float | None) -> None:

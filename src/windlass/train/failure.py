@@ -49,7 +49,7 @@ def explain(error: BaseException, run: Run) -> BaseException:
         first = text.splitlines()[0] if text else type(error).__name__
         return LostWorkerError(
             "train.worker-lost",
-            f"another worker went away while this one waited for it ({first[:160]})",
+            f"another worker exited while this one waited for it ({first[:160]})",
             hint=f"see {run.ranks} for that worker's error; the run continues from its last checkpoint when restarted",
         )
     return error

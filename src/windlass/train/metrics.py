@@ -290,7 +290,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     name = torch.cuda.get_device_name(device)
     listed_device = device_by_driver_name(name)
     if listed_device is None:
-        return None, f"{name} is in no device file"
+        return None, f"{name} is not in any device file"
     kind = "fp32" if precision == "fp32" else "bf16"
     peak = listed_device.fp32_tflops if kind == "fp32" else listed_device.bf16_tflops
     if not peak:

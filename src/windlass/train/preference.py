@@ -59,7 +59,7 @@ def attach_reference(training: Training) -> str:
     elif training.step > 0:
         raise CheckpointError(
             "tune.reference-missing",
-            f"{path} is missing: what the starting model thinks of the pairs is not known at step {training.step}",
+            f"{path} is missing: the starting model's scores of the pairs are unknown at step {training.step}",
             hint="restore the file, or begin a new run",
         )
     else:

@@ -14,6 +14,7 @@ from windlass.units import print_joules, print_seconds, print_tokens
 
 # The Italia team's target range of the driver's GPU utilization.
 UTILIZATION_BAND = (0.70, 0.90)
+BAR_WIDTH = 10
 
 
 class ProgressDisplay(Hook):
@@ -34,9 +35,10 @@ class ProgressDisplay(Hook):
     def on_start(self, training: Training) -> None:
         if self.quiet or not sys.stderr.isatty():
             return
-        description, count = TextColumn("{task.description}"), TextColumn("{task.completed}/{task.total}")
-        self._bar = Progress(description, BarColumn(), count, TimeRemainingColumn(), console=self.console)
-        self._task = self._bar.add_task("step", total=training.plan.steps, completed=training.step)
+        steps, eta = TextColumn("step {task.completed:,}/{task.total:,}"), TimeRemainingColumn(compact=True)
+        columns = (steps, BarColumn(bar_width=BAR_WIDTH), TextColumn("ETA"), eta, TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=self.console)
+        self._task = self._bar.add_task("", total=training.plan.steps, completed=training.step)
         self._bar.start()
 
     def on_log(self, training: Training, line: dict[str, Any]) -> None:
@@ -46,7 +48,11 @@ class ProgressDisplay(Hook):
             self._utilization.append(line["utilization"])
         if self._bar is not None:
             with contextlib.suppress(OSError):
-                self._bar.update(self._task, completed=line["step"], description=describe_line(line))
+                steps = len(f"step {line['step']:,}/{training.plan.steps:,}")
+                text = cut_at_parts(
+                    describe_line(line), self.console.width - steps - BAR_WIDTH - len(" ETA 00:00:00   ")
+                )
+                self._bar.update(self._task, completed=line["step"], description=text)
         elif time.monotonic() - self._shown_at > self.gap_seconds or line["step"] == training.plan.steps:
             self._shown_at = time.monotonic()
             self.say(f"step {line['step']}/{training.plan.steps}  {describe_line(line)}")
@@ -76,11 +82,18 @@ def utilization_advice(utilization: list[float]) -> str:
     mean, (low, high) = sum(utilization) / len(utilization), UTILIZATION_BAND
     text = f"GPU utilization {mean:.0%}"
     if mean < low:
-        advice = "look at data_seconds, a larger layout.micro_batch, train.compile, or `windlass profile`"
-        return f"{text}, below {low:.0%}: the devices wait; {advice}"
+        advice = "check data_seconds, try a larger layout.micro_batch or train.compile, or run `windlass profile`"
+        return f"{text}, below {low:.0%}: the devices are waiting; {advice}"
     if mean > high:
         return f"{text}, above {high:.0%}: the devices are never idle; MFU shows whether they compute well"
     return f"{text}, inside the target range of {low:.0%} to {high:.0%}"
+
+
+def cut_at_parts(text: str, width: int) -> str:
+    """What fits of `describe_line` on a narrow terminal: complete parts only."""
+    while len(text) > width and "  " in text:
+        text = text.rpartition("  ")[0]
+    return text
 
 
 def describe_line(line: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ class Stepper:
         if recipe.train.capture:
             reason = obstacle(recipe, spec, world)
             parts.notes.append(
-                f"capture: {'passes and update of a step are CUDA graphs' if not reason else f'off, {reason}'}"
+                f"capture: {'forward, backward and update are replayed as CUDA graphs' if not reason else f'off, {reason}'}"
             )
             if reason is None:
                 self.replayed = Replayed(self._passes_and_gradients)

@@ -188,7 +188,7 @@ def reason_to_stop(
     """Why not to restart, or None. `history`: signature of each failure and the newest checkpoint's step at that
     time."""
     if stopping:
-        return f"asked to stop, and rank {fault.rank} failed on the way: {fault.error}"
+        return f"a stop was requested, and rank {fault.rank} failed while stopping: {fault.error}"
     if fault.exit_code in INCURABLE:
         return f"{INCURABLE[fault.exit_code]}: {fault.error}"
     if len(history) >= 2 and history[-1] == history[-2]:

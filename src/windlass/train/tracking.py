@@ -105,7 +105,7 @@ class Trackers(Hook):
                 except (Exception, SystemExit) as error:
                     self._failures[name] = self._failures.get(name, 0) + 1
                     if self._failures[name] >= MAX_FAILURES:
-                        self._say(f"tracker {name} is off after {MAX_FAILURES} failures: {_first_line(error)}")
+                        self._say(f"tracker {name} was disabled after {MAX_FAILURES} failures: {_first_line(error)}")
                         self._close(name)
             # `windlass sync` uploads closed files only, because W&B appends whatever it is sent, also twice.
             offline, now, request = self._offline_names(), time.monotonic(), self._run.requests / "part"
@@ -133,7 +133,7 @@ class Trackers(Hook):
             self._trackers[name] = opener(self._run, self._recipe, self._first_step)
             self._opened_at[name] = time.monotonic()
         except (Exception, SystemExit) as error:  # a tracker must not end a training run; some leave by exit()
-            self._say(f"tracker {name} is off: {_first_line(error)}; metrics.jsonl has every line")
+            self._say(f"tracker {name} was disabled: {_first_line(error)}; metrics.jsonl has every line")
 
     def _close(self, name: str) -> None:
         with contextlib.suppress(Exception, SystemExit):

@@ -40,7 +40,7 @@ class CraySensor(Sensor):
         self._same_reads = self._same_reads + 1 if freshness and freshness == self._freshness else 0
         self._freshness = freshness
         if self._same_reads >= STALE_READS:
-            self.note = f"the counters stood still for {STALE_READS} reads"
+            self.note = f"the counters did not change for {STALE_READS} reads"
             return []
         root, epoch = self._root, read_text(self._root / "startup")
         return [

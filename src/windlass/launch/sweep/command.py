@@ -101,7 +101,7 @@ def place_of(point: SweepPoint) -> tuple[int, int | None]:
             nearest = max(1, round(value))
             raise ConfigError(
                 "sweep.invalid-shape",
-                f"point {point.name}: {keys[0]} = {value:g} is not a whole number from 1",
+                f"point {point.name}: {keys[0]} = {value:g} is not a whole number of at least 1",
                 hint=f"the nearest possible number is {nearest}",
             )
         counts.append(None if value is None else int(value))
@@ -187,5 +187,5 @@ def refuse_commands(findings: Sequence[Finding], path: Path, *, force: bool) -> 
         faults = "".join(f"\n  {f.rule}: {f.message}" + (f" -> {f.hint}" if f.hint else "") for f in findings)
         count = f"{len(findings)} fault{'s' * (len(findings) != 1)}"
         raise ConfigError(
-            "sweep.faulty-command", f"{path}: {count} in the command:{faults}", hint="--force runs it all the same"
+            "sweep.faulty-command", f"{path}: {count} in the command:{faults}", hint="use --force to run it anyway"
         )

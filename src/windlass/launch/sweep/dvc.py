@@ -93,7 +93,7 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
     if not isinstance(matrix, Mapping) or not all(isinstance(axis, list) for axis in matrix.values()):
         raise ConfigError(
             "sweep.dvc-matrix",
-            f"{origin}: its matrix is not axes with lists of values",
+            f"{origin}: its matrix must map axes to lists of values",
             hint="matrix: {model: [small, large]}",
         )
     lines = stage["cmd"] if isinstance(stage["cmd"], list) else str(stage["cmd"]).splitlines()

@@ -129,7 +129,7 @@ def prepare_packs(
         raise LaunchError(
             "launch.cluster-without-slurm",
             f"{machine.name} has no SLURM",
-            hint="leave out --slurm: the points run here one after another",
+            hint="omit --slurm to run the points here, one after another",
         )
     arrays = []
     # What runs in the allocation must see the same points and expectations.
@@ -155,7 +155,7 @@ def prepare_packs(
             raise LaunchError(
                 "sweep.container-around-srun",
                 f"{group[0].name}: the command calls srun itself, which is not available inside {env.image}",
-                hint="leave out launch.container, and start the container behind srun, or leave srun to windlass",
+                hint="remove launch.container, and start the container behind srun, or leave srun to windlass",
             )
         findings = checks.check_request(job, machine)
         findings += checks.check_environment(replace(job, environment=env))

@@ -96,8 +96,8 @@ def check_supported(recipe: Recipe, layout: Layout) -> None:
         raise ConfigError(
             "train.deepspeed-unsupported",
             f'train.engine = "deepspeed" does not support {", ".join(key for key, bad in unsupported.items() if bad)}',
-            hint="it has AdamW in fp32 or bf16, shard none, zero1, zero2 and full, and offload with sharding; "
-            'train.engine = "native" has the rest',
+            hint="it supports AdamW in fp32 or bf16, shard none, zero1, zero2 and full, and offload with sharding; "
+            'train.engine = "native" supports the others',
         )
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
