@@ -1,7 +1,8 @@
-"""Writes docs/reference/*.md from the code. Run by `make docs`; a test checks that the pages are up to date."""
+"""Writes docs/reference/*.md and recipes/*.schema.json from the code. Run by `make docs`; a test checks that the pages are up to date."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,6 +227,8 @@ def _parameter(p: Any) -> str:
 
 
 def pages() -> dict[str, str]:
+    """Path relative to docs/reference -> text."""
+    from windlass.config.schema import file_schemas
     from windlass.runs.events import EVENTS
     from windlass.runs.metrics import METRICS
 
@@ -239,6 +242,10 @@ def pages() -> dict[str, str]:
             "metrics.jsonl", "One line per logged step. Unknown values are null, never 0.", METRICS
         ),
         "events.md": names_page("events.jsonl", "One line per event of a run, each with `time` and `event`.", EVENTS),
+        **{
+            f"../../recipes/{kind}.schema.json": json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+            for kind, schema in file_schemas().items()
+        },
     }
 
 
