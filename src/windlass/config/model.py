@@ -302,11 +302,10 @@ def hf_aliases(table: Mapping[str, Any]) -> dict[str, str]:
     Empty for a table that has only our keys."""
     if not set(table).difference(ModelConfig.model_fields):
         return {}
+    aliases: dict[str, str] = PRESETS.load("llama").hf.aliases()
     family = table.get("family")
-    is_valid = isinstance(family, str) and family in PRESETS.names()
-    aliases: dict[str, str] = PRESETS.load("llama").hf.aliases() | (
-        PRESETS.load(family).hf.aliases() if is_valid else {}
-    )
+    if isinstance(family, str) and family in PRESETS.names():
+        aliases = aliases | PRESETS.load(family).hf.aliases()
     return aliases
 
 

@@ -105,11 +105,15 @@ def cards(s: RunSummary) -> Cards:
         Card(print_tokens(s.tokens), "tokens", f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""),
         Card(number(s.loss), "training loss", "median of the last 10 logged steps"),
         Card(rate(s.tokens_per_second), "throughput", "median of the last 200 logged steps"),
-        Card(percent(s.mfu), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
+        Card(percent(s.mfu), "MFU", "the device's peak is unknown" if s.mfu is None else mfu_note(s.manifest)),
         Card(used, "energy", basis),
         Card(print_carbon(c.location_kg if c else None), "CO2e, location-based", carbon_note),
         Card(percent(goodput(s), "not known"), "goodput", counted(resumes, "resume")),
     ))  # fmt: skip
+
+
+def mfu_note(manifest: dict[str, Any]) -> str:
+    return f"of {manifest.get('mfu_denominator') or 'the dense bf16 peak'}"
 
 
 def layout_text(layout: dict[str, Any] | None) -> str:
