@@ -16,8 +16,10 @@ UNITS = "Tokens, sizes and durations may be written with units: `450B`, `4Mi`, `
 
 def recipe_page() -> str:
     from windlass.config import Recipe
+    from windlass.config.model import hf_aliases
     from windlass.registry import PRESETS
 
+    aliases = ", ".join(f"`{name}` as `{key}`" for name, key in hf_aliases({"hidden_size": None}).items())
     introduction = "A recipe is one TOML file. This page lists every key with type, default and meaning. It is generated from the code."
     tables = {}
     for name, table in _tables(Recipe).items():
@@ -25,7 +27,8 @@ def recipe_page() -> str:
     notes = {
         "layout": "Without this table the planner chooses a layout and prints its reason.",
         "data.stages": "One `[[data.stages]]` per mix.",
-        "model": "A family replaces these defaults by its own:\n",
+        "model": f"Names of Hugging Face's config.json are read as ours, and shown as ours: {aliases}. A family adds its "
+        "own. Both names of one key are an error.\n\nA family replaces these defaults by its own:\n",
     }
     for family in PRESETS.builtin:
         defaults = PRESETS.load(family).defaults
