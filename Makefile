@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing windlass into $(VENV) (a minute or two the first time)"
 	$(PIP) torch
-	$(PIP) -e '.[train,data,dash,eval]'
+	$(PIP) -e '.[train,data,dash]'
 	@touch $@
 
 $(STAMP): $(READY)

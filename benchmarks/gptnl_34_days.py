@@ -2,7 +2,7 @@
 
     python benchmarks/gptnl_34_days.py [--json] [--out benchmarks/results]
 
-One set of assumptions was written down and committed before the first run of this script (docs/concepts/predictions.md). The script reports
+One set of assumptions was written down and committed before the first run of this script (docs/concepts/predictions-gptnl.md). The script reports
 its error, then changes one assumption at a time, then pairs of them, and lists which changes give 34 days.
 """
 
@@ -43,7 +43,7 @@ MACHINE = Machine(DEVICE, CLUSTER.links, CLUSTER.node.devices)
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """The set of docs/concepts/predictions.md."""
+    """The set of docs/concepts/predictions-gptnl.md."""
 
     size: str = "30B"
     vocab: int = 128_256

@@ -148,8 +148,10 @@ def leave_out_experts(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     table = parser.add_mutually_exclusive_group(required=True)
-    table.add_argument("--rows", type=Path, help="CSV of measured runs (docs/concepts/predictions.md)")
-    table.add_argument("--energy", type=Path, help="CSV of runs with published energy (docs/concepts/predictions.md)")
+    table.add_argument("--rows", type=Path, help="CSV of measured runs (docs/concepts/predictions-table.md)")
+    table.add_argument(
+        "--energy", type=Path, help="CSV of runs with published energy (docs/concepts/predictions-energy.md)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows-out", type=Path, help="write one prediction per row to this CSV file")
     parser.add_argument("--experts", type=Path, help="CSV of runs of models with experts, for --leave-out")

@@ -1,4 +1,4 @@
-"""Writes docs/pictures/NAME.svg for README and stories, from the output of commands or from the planner.
+"""Writes docs/pictures/NAME.svg for README, pages and stories, from the output of commands, the planner or benchmarks/results.
 
 python scripts/make_pictures.py plan          # without a name: all of them
 
@@ -7,7 +7,9 @@ scripts/stories.py writes those of the small runs.
 
 from __future__ import annotations
 
+import csv
 import io
+import json
 import os
 import re
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[1]
 PICTURES = TOP / "docs" / "pictures"
+RESULTS = TOP / "benchmarks" / "results"
 COMMANDS = {
     "plan": (["plan", "recipes/gptnl_8b_snellius.toml", "--top", "5"], 26, 160),
     "clusters": (["clusters"], 20, 150),
@@ -208,6 +211,96 @@ def oom_map(target: Path) -> None:
     save_picture(heat, target)
 
 
+# -- measured on an H200, and predictions --------------------------------------------------------------------------------
+
+
+def h200_run(target: Path) -> None:
+    from windlass.figures import Chart, line, save_picture
+
+    record = json.loads((RESULTS / "retnet_vs_llama.json").read_text())
+    run, about = record["train"]["llama"], record["about"]
+    figures = (
+        f"{run['tokens_per_second']:,.0f} tokens/s, {1e3 * run['joules_per_token']:.1f} mJ per token, "
+        f"{run['memory_bytes'] / 2**30:.0f} GiB"
+    )
+    tokens = [(step + 1) * about["batch"] * about["sequence"] / 1e6 for step in range(len(run["losses"]))]
+    chart = Chart(
+        title=f"{run['parameters'] / 1e6:.0f}M Llama on one {about['device'].removeprefix('NVIDIA ')}: {figures}",
+        series=(line("training loss", tokens, run["losses"]),),
+        x_title="million tokens",
+        y_title="loss",
+        height=320,
+    )
+    save_picture(chart, target)
+
+
+def h200_speed(target: Path) -> None:
+    """Three engines, one session on one device."""
+    from windlass.figures import Chart, bars, save_picture
+
+    rows = {row["row"]: row for row in json.loads((RESULTS / "gpu_train.json").read_text())["runs"][0]["rows"]}
+    models = {"1.1b": "1.1B", "8b-half": "8B, half the layers"}
+    engines = {"windlass": "windlass", "titan": "torchtitan", "hf": "Hugging Face loop, compiled"}
+    chart = Chart(
+        title="Tokens per second on one H200, measured in one session (bf16)",
+        series=tuple(
+            bars(label, models.values(), [rows[f"{engine}-{model}"]["tokens_per_second"] for model in models])
+            for engine, label in engines.items()
+        ),
+        y_title="tokens/s",
+        from_zero=True,
+        height=320,
+    )
+    save_picture(chart, target)
+
+
+def scatter(target: Path, title: str, unit: str, pairs: dict[str, list[tuple[float, float]]]) -> None:
+    """Predicted over measured, both axes logarithmic; `pairs`: name -> (measured, predicted)."""
+    from windlass.figures import Chart, line, points, save_picture
+
+    ranked = sorted(pairs.items(), key=lambda item: -len(item[1]))
+    shown = dict(ranked[:5]) | ({"others": [p for _, group in ranked[5:] for p in group]} if ranked[5:] else {})
+    series = [points(f"{name} ({len(g)})", [m for m, _ in g], [p for _, p in g]) for name, g in shown.items()]
+    measured = [m for group in pairs.values() for m, _ in group]
+    ends = (min(measured) * 0.9, max(measured) * 1.1)
+    errors = sorted(abs(p / m - 1) for group in pairs.values() for m, p in group)
+    series.append(line("equal", ends, ends, colour=7, quiet=True))
+    limits = ([share * end for end in ends] for share in (0.8, 1.2))
+    series += [line("20 % off", ends, limit, colour=7, dashed=True, quiet=True) for limit in limits]
+    chart = Chart(
+        title=f"{title}: {len(errors)} runs, median error {100 * errors[len(errors) // 2]:.1f} %",
+        series=tuple(series),
+        x_title=f"measured, {unit} (dashed: 20 % off)",
+        y_title=f"predicted, {unit}",
+        log_x=True,
+        log_y=True,
+        height=480,
+    )
+    save_picture(chart, target)
+
+
+def published(target: Path, title: str, unit: str, key: str) -> None:
+    """Rows of `python benchmarks/planner_accuracy.py --rows FILE.csv --rows-out OUT.csv` that the errors are stated for."""
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    with (RESULTS / "planner_rows.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row[f"measured_{key}"]:
+                pairs.setdefault(row["source"], []).append(
+                    (float(row[f"measured_{key}"]), float(row[f"predicted_{key}"]))
+                )
+    scatter(target, title, unit, pairs)
+
+
+def own_sweep(target: Path) -> None:
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    with (RESULTS / "gpu_sweep.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["outcome"] == "ok":
+                rates = (float(row[f"{kind}tokens_per_second_per_device"]) for kind in ("", "predicted_"))
+                pairs.setdefault(row["variant"], []).append((next(rates), next(rates)))
+    scatter(target, "Our engine on one H200, tokens/s", "tokens/s", pairs)
+
+
 CHARTS: dict[str, Callable[[Path], None]] = {
     "story-gptnl-budget": budget_curves,
     "story-gptnl-sharding-8b": lambda target: sharding_by_batch(target, "8B"), "story-gptnl-sharding-30b": lambda target: sharding_by_batch(target, "30B"),
@@ -215,6 +308,12 @@ CHARTS: dict[str, Callable[[Path], None]] = {
     "story-lumi-scaling": lambda target: strong_scaling(
         target, "LUMI, eight GCDs per node", {"viking_33b_lumi": "Viking 33B", "study_140b_lumi": "140B"}, [16, 32, 64, 128, 256]),
     "story-ultrascale-oom": oom_map,
+    "h200-run": h200_run,
+    "h200-speed": h200_speed,
+    "predicted-throughput": lambda target: published(
+        target, "Published runs, tokens/s", "tokens/s per device", "tokens_per_second_per_device"),
+    "predicted-memory": lambda target: published(target, "Published runs, peak memory", "GiB", "memory_gib"),
+    "predicted-h200": own_sweep,
 }  # fmt: skip
 
 

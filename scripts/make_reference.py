@@ -1,7 +1,8 @@
-"""Writes docs/reference/*.md from the code. Run by `make docs`; a test checks that the pages are up to date."""
+"""Writes docs/reference/*.md and recipes/*.schema.json from the code. Run by `make docs`; a test checks that the pages are up to date."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ UNITS = "Tokens, sizes and durations may be written with units: `450B`, `4Mi`, `
 
 def recipe_page() -> str:
     from windlass.config import Recipe
+    from windlass.config.model import hf_aliases
     from windlass.registry import PRESETS
 
+    aliases = ", ".join(f"`{name}` as `{key}`" for name, key in hf_aliases({"hidden_size": None}).items())
     introduction = "A recipe is one TOML file. This page lists every key with type, default and meaning. It is generated from the code."
     tables = {}
     for name, table in _tables(Recipe).items():
@@ -24,7 +27,8 @@ def recipe_page() -> str:
     notes = {
         "layout": "Without this table the planner chooses a layout and prints its reason.",
         "data.stages": "One `[[data.stages]]` per mix.",
-        "model": "A family replaces these defaults by its own:\n",
+        "model": f"Names of Hugging Face's config.json are read as ours, and shown as ours: {aliases}. A family adds its "
+        "own. Both names of one key are an error.\n\nA family replaces these defaults by its own:\n",
     }
     for family in PRESETS.builtin:
         defaults = PRESETS.load(family).defaults
@@ -226,6 +230,8 @@ def _parameter(p: Any) -> str:
 
 
 def pages() -> dict[str, str]:
+    """Path relative to docs/reference -> text."""
+    from windlass.config.schema import file_schemas
     from windlass.runs.events import EVENTS
     from windlass.runs.metrics import METRICS
 
@@ -239,6 +245,10 @@ def pages() -> dict[str, str]:
             "metrics.jsonl", "One line per logged step. Unknown values are null, never 0.", METRICS
         ),
         "events.md": names_page("events.jsonl", "One line per event of a run, each with `time` and `event`.", EVENTS),
+        **{
+            f"../../recipes/{kind}.schema.json": json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+            for kind, schema in file_schemas().items()
+        },
     }
 
 

@@ -65,7 +65,7 @@ def read_energy_rows(path: Path) -> list[dict[str, str]]:
         hint = "give a CSV file with one run per line, in UTF-8"
         raise ConfigError("published.table-unreadable", f"cannot read {path}: {error}", hint=hint) from error
     if missing := [name for name in NEEDED_COLUMNS if name not in (reader.fieldnames or [])]:
-        hint = "the columns are explained in docs/concepts/predictions.md"
+        hint = "the columns are explained in docs/concepts/predictions-energy.md"
         raise ConfigError("published.column-missing", f"{path} has no column {', '.join(missing)}", hint=hint)
     return rows
 

@@ -124,7 +124,7 @@ def _check_columns(path: Path | str, names: list[str]) -> None:
         raise ConfigError(
             "published.column-missing",
             f"{path} has no column {', '.join(missing)} (it has: {', '.join(n for n in names[:12] if n) or 'none'})",
-            hint="the columns are explained in docs/concepts/predictions.md",
+            hint="the columns are explained in docs/concepts/predictions-table.md",
         )
     if twice := sorted({n for n in names if n and names.count(n) > 1}):
         raise ConfigError(

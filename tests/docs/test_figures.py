@@ -1,8 +1,12 @@
 """Figures that README and pages state are those of benchmarks/results."""
 
+import csv
+import io
 import json
 import re
 from pathlib import Path
+
+import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 RESULTS = TOP / "benchmarks" / "results"
@@ -126,6 +130,21 @@ def test_the_grid_on_one_gpu():
         f"within {memory} % (median",
     )
     assert not missing("docs/guides/sweep.md", "27 points")
+
+
+def test_the_dots_of_the_scatter_plots_are_the_rows_of_the_table():
+    rows = list(csv.DictReader(io.StringIO(record("planner_rows.csv"))))
+    shipped = json.loads(record("planner_accuracy.json"))["shipped"]
+    for key, name, picture in (
+        ("memory_gib", "memory", "memory"),
+        ("tokens_per_second_per_device", "throughput", "throughput"),
+    ):
+        pairs = [(float(r[f"measured_{key}"]), float(r[f"predicted_{key}"])) for r in rows if r[f"measured_{key}"]]
+        errors = sorted(100 * abs(predicted / measured - 1) for measured, predicted in pairs)
+        assert len(errors) == shipped[name]["rows"]
+        assert errors[len(errors) // 2] == pytest.approx(shipped[name]["median_pct"], abs=0.05)
+        title = f"{len(errors)} runs, median error {errors[len(errors) // 2]:.1f} %"
+        assert title in page(f"docs/pictures/predicted-{picture}.svg"), "run scripts/make_pictures.py"
 
 
 def test_kills():

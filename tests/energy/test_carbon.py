@@ -22,6 +22,7 @@ def test_gptnls_energy_is_14_t_without_pue():
 
 
 def test_gptnls_14_t_are_40000_km_by_car():
+    assert "1.3 m by car" in car_equivalent(0.00045), "a run of minutes is not 0.0 km"
     assert "40,000 km by car" in car_equivalent(14_000) and "350 g CO2e per km" in car_equivalent(14_000)
     result = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"), overrides={"pue": 1.0})
     assert "39,987 km by car" in result.co2_equivalent

@@ -43,6 +43,18 @@ def test_the_definition_has_its_parts(path):
         assert subprocess.run([shell, "-n"], input=text, text=True).returncode == 0
 
 
+def test_the_dockerfile_has_the_steps_of_the_definition():
+    parts, docker = sections(TOP / "containers" / "nvidia-ngc.def"), (TOP / "containers" / "Dockerfile").read_text()
+    steps = {
+        name: [line for line in parts[name][1].splitlines() if line.strip() and not line.startswith("#")]
+        for name in ("post", "test")
+    }
+    blocks = re.findall(r"^RUN <<'\w+'\n(.*?)^\w+$", docker, re.M | re.S)
+    assert [[line.strip() for line in block.splitlines()] for block in blocks] == [steps["post"], steps["test"]]
+    exports = [line.removeprefix("export ") for line in parts["environment"][1].splitlines() if line]
+    assert re.findall(r"^ENV (.*)$", docker, re.M) == exports
+
+
 def test_the_two_definitions_start_from_the_sites_and_nvidias_image():
     lumi, nvidia = read_definition("lumi-rocm.def"), read_definition("nvidia-ngc.def")
     assert (lumi.bootstrap, lumi.argument) == ("localimage", "FROM")

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from windlass.config import load_recipe
 from windlass.errors import RunError
 from windlass.files import read_json_lines
-from windlass.launch.demo import Story, clear, write_recipe
+from windlass.launch.demo import Story, clear, measure_core, write_recipe
 
 
 @pytest.mark.multi
@@ -43,6 +44,12 @@ def test_the_whole_story(tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
     assert "bug in windlass" not in done.stderr
     assert list(read_json_lines(run / "eval.jsonl"))
+    assert all(0 < m["mfu"] < 1 for m in metrics), "the peak of a core was measured before the run"
+    # the plan of the second run was written before its first step
+    second = run / "data" / "second"
+    assert (second / "plan.json").stat().st_mtime < next(read_json_lines(second / "metrics.jsonl"))["time"]
+    closing = done.stdout.split("What this machine did", 1)[1]
+    assert "not measured" not in closing and "unknown" not in closing and "assumed" in closing
     # what it leaves is what recipes/tiny_cpu.toml trains on
     listing = subprocess.run(
         [sys.executable, "-m", "windlass", "data", str(run / "data"), "--json"],
@@ -51,6 +58,39 @@ def test_the_whole_story(tmp_path):
         cwd=tmp_path,
     )
     assert json.loads(listing.stdout)["vocab_size"] == 4096
+
+
+def test_a_measured_core_gives_cpu_runs_an_mfu(tmp_path, monkeypatch):
+    import torch
+
+    from windlass.train.metrics import peak_of
+
+    cpu, story = torch.device("cpu"), Story(tmp_path / "demo")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(story.config))
+    assert peak_of(cpu, "fp32")[0] is None, "the shipped figure is an order of magnitude"
+    tflops = measure_core(story)
+    assert 0.001 < tflops < 2
+    assert peak_of(cpu, "fp32")[0] == pytest.approx(tflops, rel=1e-3)
+    assert peak_of(cpu, "bf16")[0] is None, "only fp32 was measured"
+
+
+def test_the_closing_screen_has_the_numbers_of_the_report(tmp_path):
+    from windlass.cli.demo import result_rows
+
+    story = Story(tmp_path / "demo")
+    for run, rate in ((story.folder, 3000.0), (story.second, 1800.0)):
+        run.mkdir(parents=True)
+        lines = [{"step": i, "loss": 8.0 - i / 10, "mfu": 0.4, "tokens_per_second": rate, "time": i} for i in range(30)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run / "plan.json").write_text(json.dumps({"plan": {"tokens_per_second": 2000.0}}))
+        write_recipe(story)
+        recipe = load_recipe(story.recipe_file).recipe
+        (run / "config.json").write_text(json.dumps(recipe.model_dump(mode="json")))
+    rows = {name: (value, note) for name, value, note in result_rows(story)}
+    assert rows["speed"][0] == "3,000 tokens/s" and rows["MFU"][0] == "40.0 %"
+    assert rows["second run"][0] == "1,800 tokens/s, -10 %" and "2,000" in rows["second run"][1]
+    assert rows["loss"][0].startswith("8 to 5.")
+    assert rows["energy"][0] == rows["held-out text"][0].removesuffix(" bits per byte") == "not measured"
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
@@ -67,8 +107,6 @@ def test_another_run_is_left_alone(tmp_path):
 
 
 def test_the_recipe_of_the_demo_loads(tmp_path):
-    from windlass.config import load_recipe
-
     story = Story(tmp_path / "demo")
     write_recipe(story)
     recipe = load_recipe(story.recipe_file).recipe

@@ -1,21 +1,28 @@
 """`windlass demo`: a complete project on this machine's CPU, run with the ordinary commands."""
 
+from __future__ import annotations
+
 import shlex
 import shutil
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.output import console
+from windlass.cli.output import console, table
 from windlass.errors import RunError, WindlassError
 from windlass.units import print_bytes, print_seconds
 
+if TYPE_CHECKING:
+    from windlass.launch.demo import Story
+
 # Packages that the demo uses and the base installation does not have.
 NEEDED = ("torch", "safetensors", "psutil", "tokenizers")
+# What the second run changes.
+SECOND = ("model.layers=8", "train.steps=12", "train.eval_every=0")
 # (title, reason, the command with the names of the story's files)
 SECTIONS = (
     ("Gather a corpus", "from Python's own library: real text, known licence, no network", ()),
@@ -23,12 +30,19 @@ SECTIONS = (
      ("tokenizer", "train", "{data_file}", "--vocab", "{vocab}", "--out", "{tokenizer}")),
     ("Tokenise", "once, before any GPU time is used; the token count is exact from here on",
      ("tokenize", "{data_file}")),
+    ("Measure this machine", "MFU is a share of what one core can do, so that is measured first", ()),
     ("Plan the run", "memory, speed and days before a node-hour is spent", ("plan", "{recipe_file}", "--top", "3")),
     ("Train on two processes, and lose one", "nodes fail in long runs, so one worker is killed on purpose",
      ("train", "{recipe_file}", "--devices", "2", "--run", "{folder}")),
     ("Evaluate", "bits per byte on held-out documents, so that tokenizers can be compared", ("eval", "{folder}")),
     ("Generate a few lines", "a model this small writes nonsense, but it looks like Python",
      ("generate", "{folder}", "--prompt", "def read(self, ", "--tokens", "60", "--ignore-eos")),
+    ("Learn from the run", "the planner's constants are fitted to what this machine really did",
+     ("plan", "--calibrate", "{folder}")),
+    ("Predict a run that has not been made", "twice the layers: the fit has not seen it, and the plan is written first",
+     ("plan", "{recipe_file}", *SECOND, "--top", "1")),
+    ("Make it", "predicted and measured are compared at the end",
+     ("train", "{recipe_file}", *SECOND, "--devices", "2", "--run", "{second}")),
     ("Account for energy", "energy that no sensor measured is shown as modelled or not measured, never as 0",
      ("energy", "{folder}")),
     ("Write the report", "one file that opens from disk, for a colleague or a funder", ("report", "{folder}")),
@@ -39,10 +53,9 @@ def demo(
     run: Annotated[Path, typer.Option("--run", help="Folder of the demo; an earlier demo there is replaced.")] = Path(
         "runs/demo"
     ),
-    steps: Annotated[int, typer.Option("--steps", min=60, help="Optimizer steps to train.")] = 140,
+    steps: Annotated[int, typer.Option("--steps", min=60, help="Optimizer steps to train.")] = 100,
 ) -> None:
-    """Run a small project on this machine's CPU in about two minutes: data, plan, training, a fault, resume, report."""
-    from windlass.data.corpus import gather
+    """Run a small project on this machine's CPU in under three minutes: data, plan, training, a fault, resume, report."""
     from windlass.launch import demo as project
     from windlass.runs.folder import Run
 
@@ -55,7 +68,9 @@ def demo(
         )
     out, started_at, story = console(), time.monotonic(), project.Story(run, steps=steps)
     project.clear(story)
-    values = {key: str(getattr(story, key)) for key in ("data_file", "recipe_file", "tokenizer", "vocab", "folder")}
+    values = {
+        key: str(getattr(story, key)) for key in ("data_file", "recipe_file", "tokenizer", "vocab", "folder", "second")
+    }
 
     def announce(pid: int, step: int) -> None:
         event = f"worker 1 (process {pid}) killed on purpose after step {step}"
@@ -65,23 +80,19 @@ def demo(
         out.print(f"\n[bold cyan]\\[{number}/{len(SECTIONS)}] {title}:[/bold cyan] [dim]{reason}[/dim]")
         argv = [part.format(**values) for part in template]
         if not argv:
-            sources = gather(story.raw, story.corpus_bytes).values()
-            for source in sources:
-                size = f"{source.documents} documents, {print_bytes(source.bytes)}"
-                out.print(f"  {source.name}: {size}, {source.licence}", markup=False)
-            keys = ("name", "file", "language", "licence", "origin")
-            project.write_data_file(story, [{key: str(getattr(source, key)) for key in keys} for source in sources])
+            for line in _gather(story) if number == 1 else [_measure(story)]:
+                out.print(f"  {line}", markup=False)
             continue
-        if argv[0] == "plan":
-            project.write_recipe(story)
         # As a user would type it: names with spaces in quotes, on one line.
         out.print(f"$ windlass {shlex.join(argv)}", style="green", markup=False, soft_wrap=True)
-        is_training = argv[0] == "train"  # it loses a worker on the way
+        environment = {"XDG_CONFIG_HOME": str(story.config)}
+        if argv[0] == "train":  # one thread per process, for arithmetic
+            environment["OMP_NUM_THREADS"] = "1"
         fault = project.WorkerKill(Run(story.folder), 1, story.kill_after, announce)
-        if is_training:
+        if argv[0] == "train" and argv[-1] == str(story.folder):  # it loses a worker on the way
             fault.start()
         try:
-            code = project.run_command(project.command(*argv), int(is_training))
+            code = project.run_command(project.command(*argv), **environment)
         finally:
             fault.done.set()
         if code:
@@ -91,9 +102,55 @@ def demo(
                 hint="see the lines above for the reason; the demo stops here",
             )
     seconds = print_seconds(time.monotonic() - started_at)
+    out.print(table("What this machine did", ("", "result", "how it is known"), result_rows(story)))
     out.print(f"\n[bold green]Done in {seconds}.[/bold green] Open the report in a browser:")
     for line in (f"  {(run / 'report.html').resolve()}", "Next:", *(f"  {line}" for line in next_lines(run))):
         out.print(line, markup=False, soft_wrap=True)
+
+
+def _gather(story: Story) -> list[str]:
+    from windlass.data.corpus import gather
+    from windlass.launch import demo as project
+
+    sources = gather(story.raw, story.corpus_bytes).values()
+    keys = ("name", "file", "language", "licence", "origin")
+    project.write_data_file(story, [{key: str(getattr(source, key)) for key in keys} for source in sources])
+    project.write_recipe(story)
+    return [f"{s.name}: {s.documents} documents, {print_bytes(s.bytes)}, {s.licence}" for s in sources]
+
+
+def _measure(story: Story) -> str:
+    from windlass.launch.demo import measure_core
+
+    return f"one core: {1e3 * measure_core(story):.1f} GFLOP/s, the best fp32 matrix product of sixty"
+
+
+def result_rows(story: Story) -> list[tuple[str, str, str]]:
+    """The closing screen: (what, result, how it is known). Every number is the one that the report prints."""
+    from windlass.energy.totals import print_energy
+    from windlass.report.collect import collect
+    from windlass.report.tables import figure, number
+    from windlass.runs.folder import Run
+    from windlass.units import print_rate
+
+    first, second = collect(story.folder), collect(story.second)
+    began = next((line.loss for line in Run(story.folder).metrics_lines() if line.loss is not None), None)
+    scores = [e for e in first.evaluations if e.get("group") == "all" and e.get("metric") == "bits_per_byte"]
+    used, basis = print_energy(first.energy)
+    carbon = first.energy.carbon
+    predicted, measured = next(((p, m) for title, p, m in second.plan_rows if title == "tokens/s"), (None, None))
+    error = f"{100 * (measured / predicted - 1):+.0f} %" if predicted and measured else "not measured"
+    return [
+        ("speed", figure(first, "throughput"), "two processes, median of the logged steps"),
+        ("MFU", figure(first, "MFU"), f"of {first.manifest.get('mfu_denominator')}"),
+        ("loss", f"{number(began)} to {figure(first, 'training loss')}", "training, first step and median of the last ten"),
+        ("held-out text", f"{number(scores[-1]['value'] if scores else None)} bits per byte", "windlass eval"),
+        ("a lost worker", f"{figure(first, 'lost steps')} steps repeated", "resumed from the last checkpoint"),
+        ("second run", f"{print_rate(measured)}, {error}", f"predicted {print_rate(predicted)} before it started"),
+        ("energy", used, basis),
+        ("CO2e", figure(first, "CO2e, location-based"),
+         f"{number(carbon.grid.value)} g/kWh; {carbon.grid.source}" if carbon else "energy was not measured"),
+    ]  # fmt: skip
 
 
 def next_lines(folder: Path) -> list[str]:
@@ -103,6 +160,8 @@ def next_lines(folder: Path) -> list[str]:
     program = Path(sys.argv[0]).resolve().parent
     lines = [] if shutil.which("windlass") else [f"export PATH={shlex.quote(str(program))}:$PATH"]
     lines += [f"windlass watch {shlex.quote(str(folder))}", "windlass dash"]
+    learned = shlex.quote(str(folder / "data" / "config" / "windlass"))
+    lines.append(f"mkdir -p ~/.config && cp -rn {learned} ~/.config/  # plan with what was learned about this machine")
     for command, name in (("train", "tiny_cpu"), ("plan", "gptnl_8b_snellius")):
         local = Path("recipes") / f"{name}.toml"
         path = local if local.is_file() else shipped(local)

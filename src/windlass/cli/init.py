@@ -150,6 +150,7 @@ def _create_recipe(
 ) -> dict[str, Any]:  # fmt: skip
     """Choose the remaining values, plan, and write the recipe and, for texts, a data file. Returns the JSON result."""
     from windlass.config import starter
+    from windlass.config.schema import schema_line
     from windlass.data.store import open_store
     from windlass.models.presets import model_spec
     from windlass.planner import budget, plan_json
@@ -195,10 +196,11 @@ def _create_recipe(
         cluster,
         fixed=nodes is not None,
     )
-    write_atomic(target, starter.recipe_text(recipe))
+    write_atomic(target, schema_line("recipe", target) + starter.recipe_text(recipe))
     if data_file:
         tokenizer = f"tokenizers/{name}/tokenizer.json"
-        write_atomic(data_file, starter.data_text(name, str(data), tokenizer, str(store_path)))
+        text = starter.data_text(name, str(data), tokenizer, str(store_path))
+        write_atomic(data_file, schema_line("data", data_file) + text)
     default_tokens = "what the store holds" if stored_tokens else f"{starter.TOKENS_PER_PARAMETER} per parameter"
     reasons = {
         "cluster": how_chosen,

@@ -14,7 +14,16 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import HYBRID_KINDS, LAYER_KINDS, REPEATED, ExpertsConfig, LatentConfig, ModelConfig
+from windlass.config.model import (
+    HYBRID_KINDS,
+    LAYER_KINDS,
+    REPEATED,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    hf_aliases,
+    with_our_names,
+)
 from windlass.config.ramp import ramp_problems
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
@@ -188,8 +197,11 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
         return parts, value
 
 
-def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    """Set one dotted key in a raw table; `layout=none` takes that table out again."""
+def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> str:
+    """Set one dotted key in a raw table and return it by our name; `layout=none` takes that table out again."""
+    if len(parts) == 2 and parts[0] == "model" and isinstance(model := raw.get("model"), dict):
+        raw["model"] = with_our_names(model)
+        parts = ("model", hf_aliases({**model, parts[1]: value}).get(parts[1], parts[1]))
     table = raw
     for part in parts[:-1]:
         table = table.setdefault(part, {})
@@ -199,6 +211,7 @@ def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> Non
         table.pop("layout", None)
     else:
         table[parts[-1]] = value
+    return ".".join(parts)
 
 
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -214,11 +227,11 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
     """Read, override, check. Raises one ConfigError that lists every problem with its dotted path."""
     path = Path(path)
     raw, text = read_toml(path)
+    if isinstance(model := raw.get("model"), dict):
+        raw["model"] = with_our_names(model)
     origins = {key: "recipe" for key, _ in flatten(raw)}
     for override in overrides:
-        parts, value = parse_override(override)
-        apply_override(raw, parts, value)
-        dotted = ".".join(parts)
+        dotted = apply_override(raw, *parse_override(override))
         kept = {key: origin for key, origin in origins.items() if not key.startswith(f"{dotted}.")}
         origins = {**kept, dotted: "override"}
     recipe = validate(Recipe, raw, str(path))

@@ -1,5 +1,6 @@
 """The `[model]` table: the network that is trained."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -13,6 +14,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from windlass.config.base import Registered, Table
 from windlass.registry import BLOCKS, PRESETS, import_target
@@ -141,7 +143,8 @@ HYBRID_KINDS = "M*-E"  # of family nemotron_h: layers of one block
 
 
 class ModelConfig(Table):
-    """Keys of a block of an installed package are one more table: `[model.<block>]`."""
+    """Names of Hugging Face's config.json are read as ours: hidden_size as width, num_hidden_layers as layers. Keys of
+    a block of an installed package are one more table: `[model.<block>]`."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Any] = Field(init=False)
@@ -261,12 +264,19 @@ class ModelConfig(Table):
     @model_validator(mode="wrap")
     @classmethod
     def _check_block_tables(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Unknown keys are refused together with the problems of the other keys."""
-        if not isinstance(values, dict) or not (extra := set(values).difference(cls.model_fields)):
+        """Hugging Face's names become ours; unknown keys are refused together with the problems of the other keys."""
+        if not isinstance(values, dict):
+            return handler(values)
+        aliases, values = hf_aliases(values), with_our_names(values)
+        if not (extra := set(values).difference(cls.model_fields)):
             return handler(values)
         checked: dict[str, Any] = {key: value for key, value in values.items() if key not in extra}
         problems: list[Any] = []
         for key in sorted(extra):
+            if key in aliases:
+                twice = PydanticCustomError("two_names", f"is {aliases[key]}, which is set too; leave one of them out")
+                problems.append({"type": twice, "loc": (key,), "input": values[key]})
+                continue
             table = cls.extra_table(key)
             if table is None:
                 problems.append({"type": "extra_forbidden", "loc": (key,), "input": values[key]})
@@ -285,6 +295,27 @@ class ModelConfig(Table):
             ]
             raise ValidationError.from_exception_data(cls.__name__, details)
         return model
+
+
+def hf_aliases(table: Mapping[str, Any]) -> dict[str, str]:
+    """Names in config.json -> keys of the [model] table: those of its family, and Llama's, which most families share.
+    Empty for a table that has only our keys."""
+    if not set(table).difference(ModelConfig.model_fields):
+        return {}
+    aliases: dict[str, str] = PRESETS.load("llama").hf.aliases()
+    family = table.get("family")
+    if isinstance(family, str) and family in PRESETS.names():
+        aliases = aliases | PRESETS.load(family).hf.aliases()
+    return aliases
+
+
+def with_our_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A [model] table with our keys. A name stays where our key is there too: validation refuses the two."""
+    aliases, renamed = hf_aliases(table), dict[str, Any]()
+    for name, value in table.items():
+        key = aliases.get(name, name)
+        renamed[name if key in renamed or (key != name and key in table) else key] = value
+    return renamed
 
 
 def layer_letters(model: ModelConfig) -> str:

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from windlass.config.base import Bytes, Registered, Table, Tokens
 from windlass.config.launch import LaunchConfig
-from windlass.config.model import ModelConfig
+from windlass.config.model import ModelConfig, hf_aliases
 from windlass.config.observe import EnergyConfig, ProfileConfig, TrackersConfig
 from windlass.config.save import SaveConfig
 from windlass.config.shell import PathText
@@ -250,9 +250,9 @@ class Recipe(Table):
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema of a recipe, for editors that check TOML (for example Even Better TOML)."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "windlass recipe",
-        **Recipe.model_json_schema(),
-    }
+    """JSON schema of a recipe. The names of Hugging Face's config.json are keys of [model] as well."""
+    schema = Recipe.model_json_schema()
+    keys = schema["$defs"]["ModelConfig"]["properties"]
+    for name, key in hf_aliases({"hidden_size": None}).items():
+        keys[name] = {**keys[key], "title": name, "description": f"Hugging Face's name of `{key}`."}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "windlass recipe", **schema}

@@ -106,7 +106,8 @@ def equivalent(kwh: float) -> str:
 def car_equivalent(kg: float) -> str:
     """`40,000 km by car (350 g CO2e per km, GPT-NL's comparison)`."""
     km = kg / CAR_KG_PER_KM
-    return f"{km:,.{0 if km >= 10 else 1}f} km by car (350 g CO2e per km, GPT-NL's comparison)"
+    distance = f"{km:,.{0 if km >= 10 else 1}f} km" if km >= 0.1 else f"{print_figure(1e3 * km, 2)} m"
+    return f"{distance} by car (350 g CO2e per km, GPT-NL's comparison)"
 
 
 def print_carbon(kg: float | None) -> str:

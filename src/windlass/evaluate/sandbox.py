@@ -1,4 +1,4 @@
-"""Generated programs, run in a process of their own with few rights. What holds is in docs/guides/evaluate.md.
+"""Generated programs, run in a process of their own with few rights. What holds is in docs/guides/generation-tasks.md.
 
 The limits protect the machine and the files of the person who evaluates from the mistakes of a model. They are no
 defence against code that was written to forge its own result.

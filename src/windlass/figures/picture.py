@@ -115,14 +115,26 @@ def _axes(chart: Chart, axes: Any, names: list[str]) -> None:
             if len(values) <= 12:  # a few numbers of devices, say, are better labels than powers of ten
                 axes.set_xticks(values, [f"{v:,g}" for v in values])
                 axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+            else:
+                _log_ticks(axes.xaxis, values)
         elif ticks := chart.integer_ticks:
             axes.set_xticks(ticks, [f"{v:,}" for v in ticks])
     value_axis = "x" if chart.horizontal else "y"
     if chart.log_y:
         axes.set(**{f"{value_axis}scale": "log"})
-        getattr(axes, f"{value_axis}axis").set_major_formatter(lambda value, _: _short(value))
+        heights = [y for series in chart.series for y in _numbers(series.y) if y > 0]
+        _log_ticks(getattr(axes, f"{value_axis}axis"), heights)
     elif chart.from_zero:
         axes.set(**{f"{value_axis}lim": (0, None)})
+
+
+def _log_ticks(axis: Any, values: list[float]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if values and max(values) < 30 * min(values):  # powers of ten alone would leave one tick or two
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, _: _short(value))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _short(value: float) -> str:

@@ -9,17 +9,41 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from windlass.config.schema import schema_line
 from windlass.errors import RunError
 from windlass.files import read_json, write_atomic
 from windlass.runs.folder import Run
 from windlass.runs.lock import holder
 
+# The best of sixty products: of processor time, so that other programs on the machine do not count.
+PRODUCT = """\
+import time, numpy
+a = numpy.ones((512, 512), numpy.float32)
+times = []
+for _ in range(60):
+    start = time.process_time()
+    a @ a
+    times.append(time.process_time() - start)
+print(2 * 512**3 / min(times) / 1e12)
+"""
+# The planner's own constants stay; only the peak that MFU and prediction divide by is this machine's.
+DEVICES = """\
+# Written by `windlass demo`: one core of this machine.
+[cpu]
+fp32_tflops = {tflops:.4g}
+bf16_tflops = {tflops:.4g}
+[cpu.sources]
+fp32_tflops = {{ source = "best fp32 matrix product of one core, measured by windlass demo", on = "{on}", status = "measured" }}
+bf16_tflops = {{ source = "as fp32, in which the demo trains", on = "{on}", status = "derived" }}
+"""
+
 RECIPE = """\
-# Written by `windlass demo`: a four-million-parameter Llama on two CPU processes.
+{schema}# Written by `windlass demo`: a four-million-parameter Llama on two CPU processes.
 name    = "demo"
 cluster = "workstation"
 [model]
@@ -76,9 +100,9 @@ class Story:
     folder: Path
     vocab: int = 4096
     corpus_bytes: int = 3_000_000
-    steps: int = 140
-    save_every: int = 35
-    kill_after: int = 45  # the worker is killed after this step, once there is a checkpoint
+    steps: int = 100
+    save_every: int = 25
+    kill_after: int = 30  # the worker is killed after this step, once there is a checkpoint
 
     @property
     def data(self) -> Path:
@@ -99,6 +123,16 @@ class Story:
     @property
     def recipe_file(self) -> Path:
         return self.data / "demo.toml"
+
+    @property
+    def config(self) -> Path:
+        """Stands for ~/.config in the demo's commands: what it measures changes nothing outside its folder."""
+        return (self.data / "config").absolute()
+
+    @property
+    def second(self) -> Path:
+        """The run whose speed is predicted from the first one."""
+        return self.data / "second"
 
 
 def clear(story: Story) -> None:
@@ -125,7 +159,18 @@ def write_data_file(story: Story, sources: list[dict[str, str]]) -> None:
 
 def write_recipe(story: Story) -> None:
     sizes = {"vocab": story.vocab, "steps": story.steps, "save_every": story.save_every, "eval_every": story.save_every}
-    write_atomic(story.recipe_file, RECIPE.format(store=story.data, **sizes))
+    schema = schema_line("recipe", story.recipe_file)
+    write_atomic(story.recipe_file, RECIPE.format(schema=schema, store=story.data, **sizes))
+
+
+def measure_core(story: Story) -> float:
+    """TFLOP/s of one core in fp32, written to the device file that the demo's commands read."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    argv = [sys.executable, "-c", PRODUCT]
+    done = subprocess.run(argv, env={**os.environ, **threads}, capture_output=True, text=True, check=True)
+    text = DEVICES.format(tflops=float(done.stdout), on=time.strftime("%Y-%m-%d", time.gmtime()))
+    write_atomic(story.config / "windlass" / "clusters" / "devices.toml", text)
+    return float(done.stdout)
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -133,10 +178,9 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "windlass", *map(str, arguments)]
 
 
-def run_command(argv: list[str], threads: int | None = None) -> int:
-    """Run it in the foreground with its own output; Ctrl-C reaches it too. `threads`: per process, for arithmetic."""
-    extra = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return subprocess.run(argv, env={**os.environ, **extra}, check=False).returncode
+def run_command(argv: list[str], **environment: str) -> int:
+    """Run it in the foreground with its own output; Ctrl-C reaches it too."""
+    return subprocess.run(argv, env={**os.environ, **environment}, check=False).returncode
 
 
 @dataclass

@@ -165,6 +165,11 @@ class HFFormat:
             model |= part.read(config)
         return {key: value for key, value in model.items() if value is not None}
 
+    def aliases(self) -> dict[str, str]:
+        """Keys of config.json -> keys of the [model] table, where one stands for the other under another name."""
+        ours = set(ModelConfig.model_fields)
+        return {key: slot.name for key, slot in self._slots() if slot.name in ours and key not in ours}
+
     def expressed_keys(self) -> set[str]:
         """Keys of the [model] table that the folder holds."""
         return {slot.name for _, slot in self._slots()}.union(*(part.keys for part in self.parts))

@@ -70,8 +70,12 @@ def amount(value: float) -> str:
 
 
 def carbon(tonnes: float | None) -> str:
-    """Tonnes, or kilograms below one tonne."""
-    return "unknown" if tonnes is None else f"{tonnes:,.1f} t" if tonnes >= 1 else f"{tonnes * 1000:,.1f} kg"
+    """Tonnes, kilograms or grams."""
+    if tonnes is None:
+        return "unknown"
+    if tonnes >= 1:
+        return f"{tonnes:,.1f} t"
+    return f"{tonnes * 1e3:,.1f} kg" if tonnes >= 1e-3 else f"{tonnes * 1e6:.2g} g"
 
 
 def _energy_text(kwh: float | None) -> str:

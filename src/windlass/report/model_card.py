@@ -240,7 +240,7 @@ def content_summary(summary: RunSummary) -> Section:
     steps = stated(sources, "filters", "processing", "filtering")
     settings = summary.data.get("settings")
     if isinstance(settings, dict) and "dedup" in settings:
-        steps.append("exact duplicates removed" if settings["dedup"] == "exact" else "duplicates not looked for")
+        steps.append("exact duplicates removed" if settings["dedup"] == "exact" else "duplicates not checked")
     if isinstance(settings, dict) and isinstance(settings.get("validation"), (int, float)):
         steps.append(f"{100 * settings['validation']:.3g} % of documents held out for validation")
     steps += [f"{field(x, 'name')}: {field(x, 'notes')}" for x in sources if x.get("notes")]

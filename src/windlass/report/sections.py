@@ -109,7 +109,7 @@ def cards(s: RunSummary) -> Cards:
         grid = c.grid.value
         carbon_note = "grid intensity unknown" if grid is None else f"{s.energy.basis}; {grid:g} g/kWh"
     resumes = sum(isinstance(e, Resumed) for e in s.events)
-    mfu_note = "of the dense bf16 peak"
+    mfu_note = f"of {s.manifest.get('mfu_denominator') or 'the dense bf16 peak'}"
     if s.mfu is None:
         mfu_note = "no step is logged" if s.tokens_per_second is None else "the device's peak is unknown"
     return Cards((

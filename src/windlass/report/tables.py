@@ -122,7 +122,7 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
     c, ledger = e.carbon, e.ledger
     basis, step = ledger.coverage, ledger.resolution_joules
     if step is not None and ledger.joules and step >= NEGLIGIBLE * ledger.joules:
-        basis += f"; ± {print_joules(step)} ({100 * step / ledger.joules:.2g} %): counters move in steps"
+        basis += f"; ± {print_joules(step)} ({100 * step / ledger.joules:.2g} %): counter resolution"
 
     def factor(value: float | None, source: str) -> str:
         return source if value is None else f"{value:g} g/kWh, {source}"
@@ -136,7 +136,7 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
         (
             f"CO2, location-based, IT only{tag}",
             print_carbon(c.location_it_only_kg),
-            "without PUE, for comparison with reports that leave it out",
+            "without PUE, for comparison with reports that omit it",
         ),
         (f"CO2, market-based{tag}", figure(summary, "CO2e, market-based"), factor(c.market.value, c.market.source)),
         (
@@ -208,7 +208,7 @@ def segment_table(summary: RunSummary) -> DataTable:
         )
         for index, part in enumerate(summary.life.segments if summary.life else (), 1)
     ]
-    caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
+    caption = "Each attempt is one group of processes; an interruption ends one, a resume starts the next."
     return DataTable(columns, rows, right=(2, 4, 5, 6, 7, 8), caption=caption)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from windlass.clusters.load import device_by_driver_name
+from windlass.clusters.load import device_by_driver_name, load_device
 from windlass.cost.flops import hfu, mfu
 from windlass.runs.events import ExpertLoads, LayersMeasured, StepSkipped
 from windlass.runs.metrics import MetricsLine
@@ -286,7 +286,12 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
 
     The dense bf16 peak also for fp8 runs, so that they can be compared."""
     if device.type != "cuda":
-        return None, "no peak is known for this CPU"
+        cpu = load_device("cpu")
+        fact = cpu.sources.get("fp32_tflops")
+        # The shipped figure is an order of magnitude; only a measurement of this machine makes an MFU.
+        if precision != "fp32" or cpu.fp32_tflops is None or fact is None or fact.status != "measured":
+            return None, "no peak is known for this CPU"
+        return cpu.fp32_tflops, f"{cpu.fp32_tflops:.3g} TFLOP/s per process ({fact.source})"
     name = torch.cuda.get_device_name(device)
     listed_device = device_by_driver_name(name)
     if listed_device is None:

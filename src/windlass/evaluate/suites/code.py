@@ -56,7 +56,7 @@ class Code(Suite):
             raise ConfigError(
                 "evaluate.code-not-run",
                 "a code task runs programs that the model writes, which is off by default",
-                hint="add --run-code; docs/guides/evaluate.md says how they are confined",
+                hint="add --run-code; docs/guides/generation-tasks.md says how they are confined",
             )
         if max(options.pass_at) > options.samples or (options.samples > 1 and options.temperature == 0):
             raise ConfigError(
