@@ -75,7 +75,7 @@ def test_every_view_has_the_same_words(run):
 
 @pytest.mark.parametrize(
     ("joules", "step", "words"),
-    [(1598.7, 53.0, "; ± 53 J (3.3 %): counters move in steps"), (1e6, 53.0, ""), (1598.7, None, "")],
+    [(1598.7, 53.0, "; ± 53 J (3.3 %): counter resolution"), (1e6, 53.0, ""), (1598.7, None, "")],
 )
 def test_a_short_runs_energy_says_how_sure_it_is_and_a_long_ones_need_not(run, joules, step, words):
     fields = {

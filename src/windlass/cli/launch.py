@@ -190,7 +190,10 @@ def _plan_table(prepared: PreparedLaunch) -> Table:
     whole_run = amount(cost.expected_node_hours, cost.expected_units)
     rows = [
         ("layout", plan.reason or "not planned"),
-        ("expected", f"{print_seconds(plan.run_seconds)} of training{speed}"),
+        (
+            "expected",
+            "unknown" if plan.run_seconds is None else f"{print_seconds(plan.run_seconds)} of training{speed}",
+        ),
         ("jobs", f"{jobs} of {limit}{needed}"),
         ("cost of one job", f"at most {amount(cost.job_node_hours, cost.job_units)}"),
         *([(f"cost of {jobs}", f"at most {amount(cost.node_hours, cost.units)}")] if job.links > 1 else []),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
 
-POINT_DROP = ("kWh", "node-h", "MFU", "needed", "oom", "time")
+POINT_DROP = ("kWh", "node-h", "MFU", "oom", "time")
 BEST_DROP = ("point", "energy", "seeds", "time", "texts/s")
 
 
@@ -191,8 +191,7 @@ def _show_dry(
     cells = []
     for point, e in pairs:
         text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
-        sizes = ["" if size is None else print_bytes(size) for size in (e.peak_bytes, e.memory_bytes)]
-        memory = [*sizes, text_of(e.oom_chance, ".0%", "")]
+        memory = ["" if e.peak_bytes is None else print_bytes(e.peak_bytes), text_of(e.oom_chance, ".0%", "")]
         speed = [
             print_rate(e.tokens_per_second_per_device).removesuffix(" tokens/s"),
             print_share(e.mfu),
@@ -200,13 +199,13 @@ def _show_dry(
         ]
         cost = [text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g")]
         if e.verdict in ("illegal", "unknown"):
-            text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 3
+            text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
         if point.recipe is not None and point.wanted_batch_tokens is not None:
             text += f"; batch {point.recipe.data.batch_tokens:,} tokens, nearest to {point.wanted_batch_tokens:,}"
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
-    columns = ("point", "prediction", "memory", "needed", "oom", "per device", "MFU", "time", "node-h", "kWh")
+    columns = ("point", "prediction", "memory", "oom", "per device", "MFU", "time", "node-h", "kWh")
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
         charged = total.units is not None and total.unit not in ("", "hour")
@@ -222,7 +221,7 @@ def _show_dry(
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} invalid",
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
-        "memory: peak that the run will log. needed: what must fit, with the allocator's reserve. per device: tokens/s.",
+        "memory: peak that the run will log, without the allocator's reserve. per device: tokens/s.",
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
         *scripts,
         *warnings,

@@ -299,7 +299,7 @@ def energy(s: RunSummary) -> Section:
                 for kind, colour in ENERGY_KINDS.items()
                 if any(k == kind for k, _, _ in rows)
             ],
-            caption="Sources that lie inside another one are shown, not added.",
+            caption="Sources contained in another one are shown, not added.",
         )
         items += [source_table(s.energy), chart]
     items.append(DataTable(("", "", "source"), energy_rows(s)))
@@ -415,7 +415,7 @@ def conventions() -> Section:
         ("goodput", "time of steps that the final weights contain / wall time of the run"),
         ("IT energy", "energy that the sensors of the nodes counted; nested sources are never added; switches, storage "
          "and cooling are not in it"),
-        ("PUE", "energy of the building / energy of its computers, a yearly mean of the site"),
+        ("PUE", "energy of the facility / energy of its computers, a yearly mean of the site"),
         ("location-based", "energy with PUE x the country's mean grid intensity"),
         ("market-based", "energy with PUE x the intensity of the site's contract"),
         ("modelled", "from data-sheet power; never part of a measured figure"),

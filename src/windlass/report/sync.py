@@ -113,7 +113,7 @@ def _send(part: Path, send: Sender) -> None:
         raise LaunchError(
             "report.part-not-sent",
             f"{part.name} was not sent (exit code {answer.returncode}): {output}",
-            hint="run `wandb login` on this machine; parts sent before are remembered",
+            hint="run `wandb login` on this machine; uploaded files are not uploaded again",
         )
 
 
@@ -137,7 +137,7 @@ def sync_watch(
             except (LaunchError, RunError) as error:
                 if error.code == "report.wandb-missing" and send is None:
                     raise  # waiting does not help
-                say(f"{error.message}; tried again at the next look")
+                say(f"{error.message}; tried again at the next check")
                 is_due = True
         if not is_due and not trigger.exists() and any(isinstance(e, (Finished, GaveUp)) for e in run.events()):
             return

@@ -118,7 +118,7 @@ def make_server(root: Path, *, port: int = 0, token: str | None = None) -> DashS
         raise LaunchError(
             "report.port-not-available",
             f"port {port} on localhost cannot be used: {error.strerror}",
-            hint="leave --port out to take a free one",
+            hint="omit --port to take a free one",
         ) from None
 
 
