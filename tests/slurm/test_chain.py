@@ -162,7 +162,7 @@ def test_a_cpu_job_stages_store_and_checkpoints_and_training_reads_the_copy(site
     assert f"--store {fast}/windlass/store" in (site.folder / "runs/staged/job.sh").read_text()
     link = site.folder / "runs/staged/checkpoints"
     assert link.is_symlink() and link.resolve().parent == fast / "windlass/checkpoints"
-    assert site.json("launch", recipe, "--dry-run").get("stage") is None  # nothing is left to copy
+    assert site.json("launch", recipe, "--dry-run", "--force").get("stage") is None  # nothing is left to copy
 
 
 def test_no_training_starts_when_the_copy_fails(site, fast):

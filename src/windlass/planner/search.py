@@ -257,8 +257,9 @@ def _rank_key(p: Plan, lowest_days: float) -> tuple[float, ...]:
 
 def _mechanisms(p: Plan) -> int:
     layout = p.layout
-    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
-    return len(axes) + sum(value != "none" for value in (layout.offload, layout.shard, p.recompute))
+    degrees: list[int] = [getattr(layout, axis) for axis in AXES]
+    kinds = (layout.offload, layout.shard, p.recompute)
+    return sum(degree > 1 for degree in degrees) + sum(kind != "none" for kind in kinds)
 
 
 def _too_big(p: Plan) -> Rejected:
@@ -282,16 +283,17 @@ def _explain(ranked: Sequence[Plan], fitting: int) -> list[Plan]:
     for number, p in enumerate((first, *sorted(others, key=lambda p: p.days)), 1):
         if number > 1:
             p = compare_with_first(p, first, lowest)
+            reason = f"{p.reason}; {_fit_text(p)}"
         else:
-            p = replace(p, reason=_first_reason(p, fastest, _ranked_by(fastest, first, lowest), fitting))
+            reason = _first_reason(p, fastest, _ranked_by(fastest, first, lowest), fitting)
         own = "the recipe's layout; " if p.from_recipe else ""
-        explained.append(replace(p, rank=number, reason=f"{own}{p.reason}; {_fit_text(p)}"))
+        explained.append(replace(p, rank=number, reason=own + reason))
     return explained
 
 
 def compare_with_first(p: Plan, first: Plan, lowest_days: float) -> Plan:
     """The plan with the reason why it is not the first. `lowest_days`: of all plans, as `rank` counts them."""
-    slower = p.days / first.days - 1
+    slower = p.days / first.days - 1 if first.days else 0.0
     p = replace(p, slower=slower, ranked_by="time" if slower > 0 else _ranked_by(p, first, lowest_days))
     return replace(p, reason=_below_reason(p, first))
 
@@ -319,9 +321,9 @@ def _first_reason(p: Plan, fastest: Plan, preferred_by: str, fitting: int) -> st
     spent += f", {p.step.exposed_communication / total:.0%} waiting for other devices"
     spent += f", {p.step.bubble / total:.0%} pipeline bubble" if p.step.bubble else ""
     if p.days <= fastest.days:
-        return f"fastest of {fitting:,} that fit: {spent}"
+        return f"fastest of {fitting:,} that fit: {spent}; {_fit_text(p)}"
     faster = f"{1 - fastest.days / p.days:.1%} faster, but has {_drawback(fastest, p, preferred_by)}"
-    return f"preferred of {fitting:,} that fit: {spent}; {fastest.candidate.describe()} is {faster}"
+    return f"preferred of {fitting:,} that fit: {spent}; {_fit_text(p)}; {fastest.candidate.describe()} is {faster}"
 
 
 def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
