@@ -202,10 +202,13 @@ def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[
 
 
 def superseded(steps: Numbers) -> npt.NDArray[np.bool_]:
-    """Lines whose step a resume does again, because a fault lost it. Two lines of one step are no such thing."""
+    """Lines whose step a later line does again after a resume. Two lines of one step in a row are no such thing."""
     this, later, lowest_later = steps[:-1], steps[1:], np.minimum.accumulate(steps[::-1])[::-1][1:]
     is_repeated = np.zeros(len(steps), bool)
-    is_repeated[:-1] = (lowest_later < this) | ((lowest_later == this) & (later != this))
+    at = np.nonzero((lowest_later < this) | ((lowest_later == this) & (later != this)))[0]
+    if len(at):  # only where steps go back: a run without a resume is not sorted
+        values, from_end = np.unique(steps[at[0] :][::-1], return_index=True)
+        is_repeated[at] = len(steps) - 1 - from_end[np.searchsorted(values, steps[at])] > at
     return is_repeated
 
 

@@ -78,7 +78,7 @@ def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
     views, have = folder.views(), _number(query, "have", 0)
     with folder.listing:  # of many viewers, one looks at the files
         began = time.monotonic()
-        if began - folder.rows_at >= LOOK_SECONDS:
+        if began - folder.rows_at >= LOOK_SECONDS or any(view.row is None for view in views):
             folder.rows_version += 1
 
             def update(view: RunView) -> None:

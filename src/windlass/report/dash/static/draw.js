@@ -30,14 +30,31 @@ function resolve(value, style) {
 
 const figures = new Map(); /* box -> figure, to draw again when light and dark change */
 
-/* In a narrow window a legend beside the chart would leave it no room: it goes below, and the chart grows by that much. */
-function narrow(box, layout, entries) {
-  if (!layout.showlegend || !layout.legend || layout.legend.orientation !== "v" || box.clientWidth >= 860 || !box.clientWidth) return;
-  const across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230)); /* long labels leave room for one */
-  const room = 10 + 22 * Math.ceil(entries / across);
-  layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
-  layout.margin = { ...layout.margin, b: layout.margin.b + room };
-  layout.height += room;
+/* Plotly does not wrap: a text of its own language, in lines of at most so many characters, at spaces where there are some. */
+function wrapped(text, most) {
+  const plain = String(text).replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
+  return (plain.match(new RegExp(`.{1,${most}}(?:\\s|$)|\\S{1,${most}}`, "g")) || [""]).map((line) => safe(line.trim()));
+}
+
+/* In a narrow window titles and long labels take several lines, and a legend beside the chart, which would leave it no room, goes below; the chart grows by that much. */
+function narrow(box, { data, layout }) {
+  const width = box.clientWidth;
+  if (!width || width >= 860) return;
+  const lines = wrapped(layout.title.text, Math.floor(width / 10));
+  let above = 22 * (lines.length - 1), below = 0;
+  Object.assign(layout.title, { text: lines.join("<br>"), yanchor: "top", pad: { t: above / 2 + 2 } });
+  if (layout.yaxis.type === "category") {
+    const names = [...new Set(data.flatMap((trace) => trace.y))].slice(0, 100);
+    Object.assign(layout.yaxis, { tickmode: "array", tickvals: names, ticktext: names.map((n) => wrapped(n, Math.max(12, Math.floor(width / 22))).join("<br>")) });
+    layout.yaxis.tickfont = { ...layout.yaxis.tickfont, size: 12 };
+  }
+  if (layout.showlegend && layout.legend && layout.legend.orientation === "v") {
+    const across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(width / 230)); /* long labels leave room for one */
+    below = 10 + 22 * Math.ceil(data.length / across);
+    layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
+  }
+  layout.margin = { ...layout.margin, t: layout.margin.t + above, b: layout.margin.b + below };
+  layout.height += above + below;
   box.style.height = `${layout.height}px`;
 }
 
@@ -46,7 +63,8 @@ const touch = matchMedia("(pointer: coarse)");
 function plot(box, figure) {
   figures.set(box, figure);
   const drawn = resolve(figure, getComputedStyle(document.documentElement));
-  narrow(box, drawn.layout, drawn.data.length);
+  box.style.height = `${drawn.layout.height}px`;
+  narrow(box, drawn);
   if (touch.matches) drawn.layout.dragmode = false; /* a finger on a chart scrolls the page */
   Plotly.react(box, drawn.data, drawn.layout, { responsive: true, displaylogo: false, displayModeBar: false });
 }
@@ -86,6 +104,14 @@ function redraw() {
     else figures.delete(box);
   }
 }
+
+let widthBefore = innerWidth, resized = null;
+window.addEventListener("resize", () => {
+  if (innerWidth === widthBefore) return; /* a phone that hides its address bar */
+  widthBefore = innerWidth;
+  clearTimeout(resized);
+  resized = setTimeout(redraw, 150);
+});
 
 function layout(title, xTitle, yTitle, height) {
   const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", linecolor: "var(--soft)", tickfont: { color: "var(--ink)", size: 14 }, automargin: true };
