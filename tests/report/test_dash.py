@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -242,7 +243,14 @@ class TestAnswers:
         loss = ask(server, path)[1]["runs"][0]["series"]["loss"]
         assert loss["x"] == list(range(200, 211)) == loss["mean"]["x"]
         assert loss["mean"]["y"][5] == pytest.approx(sum(loss["y"][3:8]) / 5)
-        for odd in ("low=x&high=y", "low=nan&high=inf", "low=9&high=1", "mean=-4", "mean=1e99", "low=-1e308&high=1e308"):
+        for odd in (
+            "low=x&high=y",
+            "low=nan&high=inf",
+            "low=9&high=1",
+            "mean=-4",
+            "mean=1e99",
+            "low=-1e308&high=1e308",
+        ):
             assert ask(server, f"series?id={run_id(server)}&keys=loss&{odd}")[0] == 200
 
     def test_csv_has_every_line(self, run, server):
@@ -300,7 +308,12 @@ class TestAnswers:
         assert ask(server, f"runs?have={second['version']}")[1]["runs"][0]["step"] == 301
         make_run(run.path.parent / "second")
         server.folder._listed_at = -1e9
-        assert len(ask(server, f"runs?have={second['version']}")[1]["runs"]) == 2
+        third = ask(server, f"runs?have={second['version']}")[1]
+        assert {row["path"] for row in third["runs"]} == {"sample", "second"} and not third["complete"]
+        shutil.rmtree(run.path)
+        server.folder._listed_at = -1e9
+        fourth = ask(server, f"runs?have={third['version']}")[1]
+        assert [row["path"] for row in fourth["runs"]] == ["second"] and fourth["complete"]
 
     def test_end_time_only_of_a_run_that_goes_on(self, run, server):
         assert ask(server, "run?id=sample")[1]["eta"] is None
@@ -354,13 +367,29 @@ class TestAnswers:
         assert model("size=8B") | {"parameters": 0} == {
             "family": "llama", "layers": 32, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "parameters": 0,
         }  # fmt: skip
-        assert model("size=350M")["parameters"].endswith("M") and 0.9 < float(model("size=350M")["parameters"][:-1]) / 350 < 1.1
+        assert (
+            model("size=350M")["parameters"].endswith("M")
+            and 0.9 < float(model("size=350M")["parameters"][:-1]) / 350 < 1.1
+        )
         shape = model("size=8B&layers=10&width=1024&vocab=32000")
         assert [shape[key] for key in ("layers", "width", "heads", "ffn", "vocab")] == [10, 1024, 16, 3584, 32000]
 
     @pytest.mark.parametrize(
         "query",
-        ["heads=7", "layers=0", "width=ten", "precision=fp1", "batch_tokens=x", "nodes=0", "nodes=abc", "size=9999B", "cluster=../../x", "tokens=-1", "days=soon", "nodes=99999999999"],
+        [
+            "heads=7",
+            "layers=0",
+            "width=ten",
+            "precision=fp1",
+            "batch_tokens=x",
+            "nodes=0",
+            "nodes=abc",
+            "size=9999B",
+            "cluster=../../x",
+            "tokens=-1",
+            "days=soon",
+            "nodes=99999999999",
+        ],
     )
     def test_planner_refuses_with_words(self, server, query):
         status, found = ask(server, f"plan?{query}")
@@ -442,3 +471,38 @@ def test_a_long_run_opens_from_a_sample_and_is_exact_in_the_end(tmp_path):
     time.sleep(0.6)
     assert len(view.columns()) == 30_001
     assert max(y for y in view.series("loss", "step", 800)["y"] if y is not None) > 70
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_runs(tmp_path):
+    """The list comes in parts that each take seconds; then an update sends nothing, and every page still answers."""
+    template = make_run(tmp_path / "template", steps=8, crash_at=6, resume_from=4)
+    root = tmp_path / "runs"
+    for number in range(10_000):
+        shutil.copytree(template, root / f"{number // 100:02}" / f"run-{number:04}", copy_function=os.link)
+    server = make_server(root)
+    serve_in_background(server)
+    try:
+        began, parts, rows, version, reading = time.monotonic(), [], {}, 0, 1
+        while reading:
+            part_began = time.monotonic()
+            found = ask(server, f"runs?have={version}")[1]
+            rows |= {row["id"]: row for row in found["runs"]}
+            version, reading = found["version"], found["reading"]
+            parts.append(time.monotonic() - part_began)
+        listed = time.monotonic() - began
+        time.sleep(0.6)
+        began = time.monotonic()
+        again = ask(server, f"runs?have={version}")[1]["runs"]
+        print(
+            f"list {listed:.1f} s in {len(parts)} parts, longest {max(parts):.1f} s; again {time.monotonic() - began:.1f} s"
+        )
+        assert len(rows) == 10_000 and again == [] and max(parts) < 30
+        for path in ("run?id=37/run-3712", "series?id=37/run-3712&id=00/run-0000", "data", "sweep"):
+            began = time.monotonic()
+            assert ask(server, path)[0] == 200
+            print(f"{path} {time.monotonic() - began:.1f} s")
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -17,8 +17,8 @@ from windlass.figures.html import spec
 from windlass.files import parse_json
 from windlass.profile.view import run_sections
 from windlass.report.columns import X_AXES, axis, first_known, step_of, superseded
-from windlass.report.dash.planner import ask, choices, question
 from windlass.report.dash.notes import read_notes, write_notes
+from windlass.report.dash.planner import ask, choices, question
 from windlass.report.dash.store import LOOK_SECONDS, Folder, RunView
 from windlass.report.model_card import data_section
 from windlass.report.redact import redact
@@ -48,6 +48,8 @@ MAX_CURVE_POINTS = 4000
 LIST_THREADS = 4
 # The first list of a large folder comes in parts, each after about this time.
 LIST_PART_SECONDS = 1.5
+# Runs whose files are looked at for one update of the list.
+MAX_LOOKED = 1000
 # Pages that need all of every run show the newest.
 MAX_WHOLE_RUNS = 500
 MAX_MEAN_LINES = 100_000
@@ -78,15 +80,21 @@ def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
     views, have = folder.views(), _number(query, "have", 0)
     with folder.listing:  # of many viewers, one looks at the files
         began = time.monotonic()
-        if began - folder.rows_at >= LOOK_SECONDS or any(view.row is None for view in views):
+        missing = [view for view in views if view.row is None]
+        if missing or began - folder.rows_at >= LOOK_SECONDS:
             folder.rows_version += 1
 
             def update(view: RunView) -> None:
-                if view.row is not None or time.monotonic() - began < LIST_PART_SECONDS:
+                if not missing or time.monotonic() - began < LIST_PART_SECONDS:
                     _update_row(view, folder.rows_version)
 
+            looked = missing or views
+            if not missing and len(views) > MAX_LOOKED:  # those that go on, and the others in turn
+                start = folder.rows_version * MAX_LOOKED % len(views)
+                running = [view for view in views if view.row is not None and view.row[0].status == "running"]
+                looked = list(dict.fromkeys([*running, *views[start : start + MAX_LOOKED]]))
             with ThreadPoolExecutor(LIST_THREADS) as pool:
-                list(pool.map(update, views))
+                list(pool.map(update, looked))
             folder.rows_at = time.monotonic()
         is_complete = have < folder.runs_version
         rows = [view.row[3] for view in views if view.row is not None and (is_complete or view.row[2] > have)]

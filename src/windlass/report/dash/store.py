@@ -161,8 +161,9 @@ class Folder:
             began = time.monotonic()
             if began - self._listed_at >= self._list_seconds:
                 views = {run.path: self._views.get(run.path) or self._new(run) for run in find_runs(self.root)}
-                if views.keys() != self._views.keys():
-                    self.runs_version = self.rows_version + 1
+                if self._views.keys() - views.keys() or not self.runs_version:
+                    self.runs_version = self.rows_version + 1  # a page must forget runs: it gets all rows again
+                if views.keys() != self._views.keys() or not views:
                     self._by_name = {}
                     self._listed = list({view.id: view for view in views.values()}.values())  # a link is no second run
                     for view in self._listed:
