@@ -118,6 +118,7 @@ def test_every_page_at_both_widths_light_and_dark(runs, open_page):
                         "rgb(255, 255, 255)" if scheme == "light" else "rgb(18, 22, 28)"
                     )
                     if kept:
+                        page.evaluate("window.scrollTo(0, 0)")
                         page.wait_for_timeout(300)
                         path = Path(kept) / f"{name}-{width}-{scheme}.png"
                         page.screenshot(path=str(path), full_page=True)

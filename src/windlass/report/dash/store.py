@@ -118,11 +118,14 @@ class RunView:
         xs, ys = axis(columns, x), columns.get(key)
         is_known = ~np.isnan(xs) & ~np.isnan(ys)
         xs, ys = xs[is_known], ys[is_known]
-        is_repeated = superseded(columns.get("step")[is_known]) & (x in ("step", "tokens"))
+        is_repeated = np.zeros(len(xs), bool)
+        if x in ("step", "tokens"):  # over time and energy every line has its own place
+            is_repeated = superseded(columns.get("step")[is_known])
         is_shown = np.ones(len(xs), bool) if span is None else (xs >= span[0]) & (xs <= span[1])
 
         def curve(mask: npt.NDArray[np.bool_], values: Numbers) -> dict[str, list[Any]]:
-            return dict(zip("xy", thin(xs[mask], values[mask], points), strict=True))
+            part = (xs, values) if mask.all() else (xs[mask], values[mask])
+            return dict(zip("xy", thin(*part, points), strict=True))
 
         curves: dict[str, Any] = curve(is_shown & ~is_repeated, ys)
         if len(repeated := np.nonzero(is_repeated & is_shown)[0]):
