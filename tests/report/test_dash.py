@@ -24,8 +24,9 @@ from windlass.planner.search import search
 from windlass.planner.task import make_task
 from windlass.report.collect import collect
 from windlass.report.columns import axis, thin
+from windlass.report.dash.api import answer
 from windlass.report.dash.server import DashServer, make_server, serve_in_background
-from windlass.report.dash.store import RunView
+from windlass.report.dash.store import Folder, RunView
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 from windlass.runs.metrics import MetricsLine
@@ -419,6 +420,18 @@ def test_a_list_reads_few_lines_of_each_run_and_agrees_with_its_page(run, server
     monkeypatch.setattr("windlass.report.dash.api.LOOK_SECONDS", 0.0)
     view.run.record_metrics(MetricsLine(step=2001, tokens=7, loss=1.0, time=BEGIN + 1e6))
     assert next(r for r in ask(server, "runs")[1]["runs"] if r["path"] == "more-1")["step"] == 2001
+
+
+def test_an_empty_folder_is_explained_and_fills_by_itself(tmp_path):
+    folder = Folder(tmp_path)
+    first = answer(folder, "runs", {})
+    assert (first["runs"], first["reading"], first["complete"]) == ([], 0, True)
+    for page in ("data", "sweep"):
+        texts = [item["text"] for part in answer(folder, page, {})["sections"] for item in part["items"]]
+        assert len(texts) == 1 and tmp_path.name in texts[0]
+    make_run(tmp_path / "first")
+    folder._listed_at = -1e9
+    assert [row["path"] for row in answer(folder, "runs", {"have": [str(first["version"])]})["runs"]] == ["first"]
 
 
 def test_of_many_viewers_one_makes_the_summary(run, monkeypatch):
