@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from windlass.report.columns import Columns, axis, thin
+from windlass.report.columns import Columns, axis, moving_mean, superseded, thin
 from windlass.runs.measured import recent_median
 
 
@@ -171,3 +171,26 @@ def test_a_line_longer_than_a_block_does_not_stop_the_reader(file, monkeypatch):
     monkeypatch.setattr("windlass.report.columns.READ_BLOCK_BYTES", 50)
     write(file, [{"step": 1, "note": "x" * 1000}, {"step": 2}])
     assert columns(file).get("step").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("steps", "repeated"),
+    [
+        ([], []),
+        ([1], []),
+        ([1, 2, 3, 4], []),
+        ([1, 2, 3, 4, 4], []),  # a validation writes a second line of its step
+        ([1, 2, 3, 4, 3, 4, 5], [2, 3]),
+        ([1, 2, 3, 4, 5, 3], [2]),  # 4 and 5 are lost, and not repeated yet
+        ([1, 2, 3, 2, 3, 2, 3, 4], [1, 2, 3, 4]),
+        ([1, 2, 3, 1, 4, 5], [0]),  # one stray line
+    ],
+)
+def test_steps_that_a_resume_repeats(steps, repeated):
+    assert np.nonzero(superseded(np.array(steps, dtype=float)))[0].tolist() == repeated
+
+
+def test_a_moving_mean_is_centred_and_bears_one_absurd_number():
+    assert moving_mean(np.array([1.0, 2.0, 6.0, 4.0, 5.0]), 3).tolist() == [1.0, 3.0, 4.0, 5.0, 5.0]
+    assert moving_mean(np.array([1.0, 1e299, 1.0, 1.0, 1.0, 1.0]), 3)[-2] == 1.0
+    assert moving_mean(np.array([]), 10).tolist() == []

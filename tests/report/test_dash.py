@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
-from tests.report.sample_run import BEGIN, make_run, metric
+from tests.report.sample_run import BATCH, BEGIN, make_run, metric
 from tests.report.test_report import HOSTILE, SECRETS
 
+from windlass.clusters.load import load_cluster
+from windlass.config import load_recipe
 from windlass.errors import LaunchError
 from windlass.files import append_line
+from windlass.planner.search import search
+from windlass.planner.task import make_task
 from windlass.report.collect import collect
 from windlass.report.columns import axis, thin
+from windlass.report.dash.api import answer
 from windlass.report.dash.server import DashServer, make_server, serve_in_background
-from windlass.report.dash.store import RunView
+from windlass.report.dash.store import Folder, RunView
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 from windlass.runs.metrics import MetricsLine
+from windlass.units import print_seconds
 
 
 @pytest.fixture
@@ -38,6 +48,25 @@ def get(
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     cookie = {"Cookie": f"{server.cookie}={server.token}"} if token else {}
     connection.request(method, path, headers={**cookie, **(headers or {})})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+def post(server: DashServer, path: str, body: bytes, changed: dict[str, str | None]):
+    """As our own page sends it, but for the headers in `changed`."""
+    port = server.server_port
+    headers = {
+        "Host": f"127.0.0.1:{port}", "Origin": f"http://127.0.0.1:{port}", "Content-Type": "application/json",
+        "Cookie": f"{server.cookie}={server.token}", "Content-Length": str(len(body)), **changed,
+    }  # fmt: skip
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.putrequest("POST", path, skip_host=True)
+    for name, value in headers.items():
+        if value is not None:
+            connection.putheader(name, value)
+    connection.endheaders(body)
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
@@ -96,9 +125,25 @@ class TestSecurity:
         answer, body = get(server, f"/api/runs?{'a=1&' * 200}", token=False)
         assert (answer.status, body) == (400, b"this address cannot be read\n")
 
-    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
-    def test_it_only_reads(self, server, method):
+    @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE"])
+    def test_other_methods_do_not_exist(self, server, method):
         assert get(server, "/api/runs", method=method)[0].status == 501
+
+    @pytest.mark.parametrize(
+        ("path", "changed", "status"),
+        [
+            ("notes", {}, 200), ("notes", {"Origin": "http://evil.example"}, 403), ("notes", {"Origin": None}, 403),
+            ("notes", {"Origin": "null"}, 403), ("notes", {"Cookie": None}, 403), ("notes", {"Host": "evil.example"}, 403),
+            ("notes", {"Content-Type": "text/plain"}, 415), ("notes", {"Content-Length": "99999"}, 413),
+            ("notes", {"Content-Length": "-1"}, 413), ("runs", {}, 404), ("../notes.json", {}, 404),
+        ],
+    )  # fmt: skip
+    def test_only_our_own_page_writes_and_only_notes(self, run, server, path, changed, status):
+        before = sorted(run.path.iterdir())
+        answer, _ = post(server, f"/api/{path}?id={run_id(server)}", b'{"text": "a", "tags": ["b"]}', changed)
+        assert answer.status == status
+        written = [p.name for p in sorted(run.path.iterdir()) if p not in before]
+        assert written == (["notes.json"] if status == 200 else [])
 
     def test_only_localhost_is_bound(self, server):
         assert server.server_address[0] == "127.0.0.1"
@@ -111,7 +156,7 @@ class TestSecurity:
         assert answer.getheader("Cache-Control") == "no-store"
 
     def test_assets_name_no_other_host(self, server):
-        for path in ("/", "/app.js", "/draw.js", "/planner.js", "/app.css"):
+        for path in ("/", "/app.js", "/draw.js", "/runs.js", "/run.js", "/planner.js", "/app.css"):
             body = get(server, path)[1].decode()
             links = [word for word in body.split() if "http" in word.lower() and "www.w3.org" not in word]
             assert links == []
@@ -184,6 +229,110 @@ class TestAnswers:
         assert ask(server, "series?id=unknown")[0] == 404
         assert ask(server, "nothing")[0] == 404
 
+    def test_repeated_steps_are_drawn_once(self, run, server):
+        """The sample dies at step 180 and resumes at 150; its last line repeats step 300 without going back."""
+        path = f"series?id={run_id(server)}&keys=loss,val_loss&points=4000"
+        series = ask(server, path)[1]["runs"][0]["series"]
+        assert series["loss"]["x"] == [*range(1, 301), 300]
+        assert (series["loss"]["repeated"]["x"], series["loss"]["repeated"]["y"][-1]) == ([*range(151, 181), 180], None)
+        assert "repeated" not in series["val_loss"] and series["val_loss"]["x"] == [300]
+        over_time = ask(server, f"{path}&x=time")[1]["runs"][0]["series"]["loss"]
+        assert len(over_time["x"]) == 331 and "repeated" not in over_time
+
+    def test_a_zoom_asks_for_its_part_and_a_mean_keeps_the_lines(self, server):
+        path = f"series?id={run_id(server)}&keys=loss&low=200&high=210&mean=5"
+        loss = ask(server, path)[1]["runs"][0]["series"]["loss"]
+        assert loss["x"] == list(range(200, 211)) == loss["mean"]["x"]
+        assert loss["mean"]["y"][5] == pytest.approx(sum(loss["y"][3:8]) / 5)
+        for odd in (
+            "low=x&high=y",
+            "low=nan&high=inf",
+            "low=9&high=1",
+            "mean=-4",
+            "mean=1e99",
+            "low=-1e308&high=1e308",
+        ):
+            assert ask(server, f"series?id={run_id(server)}&keys=loss&{odd}")[0] == 200
+
+    def test_csv_has_every_line(self, run, server):
+        append_line(run.metrics_file, {"step": 301, "=cmd()": 1.5, "time": BEGIN + 31.25})
+        rows = get(server, "/api/csv?id=sample&key=loss")[1].decode().splitlines()
+        assert rows[0] == "run,step,tokens,hours,kwh,loss,repeated" and len(rows) == 332
+        assert [rows[151].split(",")[i] for i in (0, 1, 6)] == ["sample", "151", "1"]
+        answer, body = get(server, "/api/csv?id=sample&key=%3Dcmd()")
+        assert answer.getheader("Content-Disposition") == "attachment"
+        assert body.decode().splitlines() == ["run,step,tokens,hours,kwh,cmd(),repeated", "sample,301,,0,,1.5,0"]
+
+    def test_runs_have_readable_names_also_when_two_look_alike(self, run, server):
+        for name in ("a\x1bb", "a\x1cb"):
+            make_run(run.path.parent / name, name="twin")
+        (run.path.parent / "link").symlink_to(run.path)
+        os.mkdir(os.fsencode(run.path.parent) + b"/\xff")  # a name that is not UTF-8
+        for file in ("config.json", "events.jsonl"):
+            (run.path / file).rename(Path(os.fsdecode(os.fsencode(run.path.parent) + b"/\xff")) / file)
+        server.folder._listed_at = -1e9
+        rows = ask(server, "runs")[1]["runs"]
+        paths = sorted(row["path"] for row in rows)
+        assert len(set(paths)) == len(rows) == 3 and paths[0] == "a\ufffdb" and paths[1].startswith("a\ufffdb ")
+        for row in rows:
+            page = ask(server, f"run?{urlencode({'id': row['path']})}")[1]
+            assert page["id"] == row["id"] == ask(server, f"run?id={row['id']}")[1]["id"]
+
+    def test_notes_are_kept_shown_and_bounded(self, run, server):
+        def write(value: object) -> dict:
+            return json.loads(post(server, "/api/notes?id=sample", json.dumps(value).encode(), {})[1])
+
+        notes = {"text": f"{HOSTILE}\n\x1b[31m", "tags": ["b", "b", HOSTILE[:40]]}
+        assert write(notes)["notes"]["tags"] == ["b", HOSTILE[:40]]
+        time.sleep(0.6)
+        row, page = ask(server, "runs")[1]["runs"][0], ask(server, "run?id=sample")[1]
+        assert row["notes"] == page["notes"]["text"] == f"{HOSTILE}\n\ufffd[31m"
+        assert row["tags"] == page["notes"]["tags"] and page["notes"]["writable"]
+        for refused in ({"text": "x" * 4001}, {"tags": ["t"] * 13}, {"tags": ["t" * 41]}, {"other": 1}, [1], 7):
+            assert write(refused)["error"]
+        assert json.loads(post(server, "/api/notes?id=sample", b"{", {})[1])["error"]
+        assert ask(server, "run?id=sample")[1]["notes"]["tags"] == ["b", HOSTILE[:40]]
+        for damaged in ("[1", '{"text": 5}', "x" * 100_000):
+            run.notes_file.write_text(damaged)
+            assert ask(server, "run?id=sample")[1]["notes"]["text"] == ""
+
+    def test_a_list_sends_what_changed_and_comes_in_parts(self, run, server, monkeypatch):
+        monkeypatch.setattr("windlass.report.dash.api.LIST_PART_SECONDS", -1.0)
+        first = ask(server, "runs")[1]
+        assert (first["runs"], first["reading"], first["complete"]) == ([], 1, True)
+        monkeypatch.undo()
+        monkeypatch.setattr("windlass.report.dash.api.LOOK_SECONDS", 0.0)
+        second = ask(server, f"runs?have={first['version']}")[1]
+        assert (len(second["runs"]), second["reading"], second["complete"]) == (1, 0, False)
+        assert ask(server, f"runs?have={second['version']}")[1]["runs"] == []
+        append_line(run.metrics_file, metric(301, BEGIN + 2000, None))
+        assert ask(server, f"runs?have={second['version']}")[1]["runs"][0]["step"] == 301
+        make_run(run.path.parent / "second")
+        server.folder._listed_at = -1e9
+        third = ask(server, f"runs?have={second['version']}")[1]
+        assert {row["path"] for row in third["runs"]} == {"sample", "second"} and not third["complete"]
+        shutil.rmtree(run.path)
+        server.folder._listed_at = -1e9
+        fourth = ask(server, f"runs?have={third['version']}")[1]
+        assert [row["path"] for row in fourth["runs"]] == ["second"] and fourth["complete"]
+
+    def test_end_time_only_of_a_run_that_goes_on(self, run, server):
+        assert ask(server, "run?id=sample")[1]["eta"] is None
+        live = Run(make_run(run.path.parent / "live", finished=False, steps=220))
+        append_line(live.metrics_file, metric(221, time.time(), None))
+        server.folder._listed_at = -1e9
+        page = ask(server, "run?id=live")[1]
+        left = (40e6 - 221 * BATCH) / collect(live).tokens_per_second
+        assert page["eta_seconds"] == pytest.approx(left) and page["eta"] == print_seconds(left)
+
+    def test_large_folders_show_the_newest_where_all_of_each_run_is_read(self, run, server, monkeypatch):
+        make_run(run.path.parent / "second", name="second")
+        os.utime(run.metrics_file, (1.0, 1.0))
+        server.folder._listed_at = -1e9
+        monkeypatch.setattr("windlass.report.dash.api.MAX_WHOLE_RUNS", 1)
+        notes, shown = ask(server, "data")[1]["sections"]
+        assert shown["run"] == "second" and "2 runs" in notes["items"][0]["text"]
+
     def test_a_folder_that_breaks_while_it_is_shown(self, run, server):
         first = run_id(server)
         run.events_file.write_bytes(b"\xff\xfe garbage\n[]\n")
@@ -203,9 +352,45 @@ class TestAnswers:
         fewer = ask(server, "plan?cluster=snellius-h100&nodes=2&size=1.1B&tokens=20B&seq_len=4096")[1]
         assert fewer["best"]["days"] > found["best"]["days"]
 
+    def test_the_planners_recipe_plans_the_same(self, server, tmp_path):
+        sent = "cluster=snellius-h100&nodes=4&size=1.1B&tokens=20B&batch_tokens=1Mi&seq_len=4096"
+        found = ask(server, f"plan?{sent}")[1]
+        file = tmp_path / found["file"]
+        file.write_text(found["recipe"])
+        recipe = load_recipe(file).recipe
+        best = search(make_task(recipe, load_cluster(recipe.cluster))).best
+        assert best.days == pytest.approx(found["best"]["days"]) and best.candidate.describe() == found["layout"]
+
+    def test_the_planner_takes_any_size_and_any_shape(self, server):
+        def model(query: str) -> dict:
+            return ask(server, f"plan?nodes=1&tokens=1B&{query}")[1]["model"]
+
+        assert model("size=8B") | {"parameters": 0} == {
+            "family": "llama", "layers": 32, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "parameters": 0,
+        }  # fmt: skip
+        assert (
+            model("size=350M")["parameters"].endswith("M")
+            and 0.9 < float(model("size=350M")["parameters"][:-1]) / 350 < 1.1
+        )
+        shape = model("size=8B&layers=10&width=1024&vocab=32000")
+        assert [shape[key] for key in ("layers", "width", "heads", "ffn", "vocab")] == [10, 1024, 16, 3584, 32000]
+
     @pytest.mark.parametrize(
         "query",
-        ["nodes=0", "nodes=abc", "size=9999B", "cluster=../../x", "tokens=-1", "days=soon", "nodes=99999999999"],
+        [
+            "heads=7",
+            "layers=0",
+            "width=ten",
+            "precision=fp1",
+            "batch_tokens=x",
+            "nodes=0",
+            "nodes=abc",
+            "size=9999B",
+            "cluster=../../x",
+            "tokens=-1",
+            "days=soon",
+            "nodes=99999999999",
+        ],
     )
     def test_planner_refuses_with_words(self, server, query):
         status, found = ask(server, f"plan?{query}")
@@ -232,8 +417,21 @@ def test_a_list_reads_few_lines_of_each_run_and_agrees_with_its_page(run, server
     assert {key: row[key] for key in exact} == exact and row["joules"] == summary.energy.joules
     assert row["tokens_per_second"] == pytest.approx(summary.tokens_per_second, rel=0.01)
     assert row["goodput"] == pytest.approx(summary.life.goodput, rel=0.005) and 20 < len(row["spark"]) <= 62
+    monkeypatch.setattr("windlass.report.dash.api.LOOK_SECONDS", 0.0)
     view.run.record_metrics(MetricsLine(step=2001, tokens=7, loss=1.0, time=BEGIN + 1e6))
     assert next(r for r in ask(server, "runs")[1]["runs"] if r["path"] == "more-1")["step"] == 2001
+
+
+def test_an_empty_folder_is_explained_and_fills_by_itself(tmp_path):
+    folder = Folder(tmp_path)
+    first = answer(folder, "runs", {})
+    assert (first["runs"], first["reading"], first["complete"]) == ([], 0, True)
+    for page in ("data", "sweep"):
+        texts = [item["text"] for part in answer(folder, page, {})["sections"] for item in part["items"]]
+        assert len(texts) == 1 and tmp_path.name in texts[0]
+    make_run(tmp_path / "first")
+    folder._listed_at = -1e9
+    assert [row["path"] for row in answer(folder, "runs", {"have": [str(first["version"])]})["runs"]] == ["first"]
 
 
 def test_of_many_viewers_one_makes_the_summary(run, monkeypatch):
@@ -276,7 +474,7 @@ def test_a_long_run_opens_from_a_sample_and_is_exact_in_the_end(tmp_path):
     view = RunView(run, "long")
     began = time.process_time()
     view.summary()
-    xs, _ = view.series("loss", "step", 800)
+    xs = view.series("loss", "step", 800)["x"]
     first = time.process_time() - began
     assert len(xs) > 100
     assert first < 1.0
@@ -285,4 +483,39 @@ def test_a_long_run_opens_from_a_sample_and_is_exact_in_the_end(tmp_path):
         time.sleep(0.05)
     time.sleep(0.6)
     assert len(view.columns()) == 30_001
-    assert max(y for y in view.series("loss", "step", 800)[1] if y is not None) > 70
+    assert max(y for y in view.series("loss", "step", 800)["y"] if y is not None) > 70
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_runs(tmp_path):
+    """The list comes in parts that each take seconds; then an update sends nothing, and every page still answers."""
+    template = make_run(tmp_path / "template", steps=8, crash_at=6, resume_from=4)
+    root = tmp_path / "runs"
+    for number in range(10_000):
+        shutil.copytree(template, root / f"{number // 100:02}" / f"run-{number:04}", copy_function=os.link)
+    server = make_server(root)
+    serve_in_background(server)
+    try:
+        began, parts, rows, version, reading = time.monotonic(), [], {}, 0, 1
+        while reading:
+            part_began = time.monotonic()
+            found = ask(server, f"runs?have={version}")[1]
+            rows |= {row["id"]: row for row in found["runs"]}
+            version, reading = found["version"], found["reading"]
+            parts.append(time.monotonic() - part_began)
+        listed = time.monotonic() - began
+        time.sleep(0.6)
+        began = time.monotonic()
+        again = ask(server, f"runs?have={version}")[1]["runs"]
+        print(
+            f"list {listed:.1f} s in {len(parts)} parts, longest {max(parts):.1f} s; again {time.monotonic() - began:.1f} s"
+        )
+        assert len(rows) == 10_000 and again == [] and max(parts) < 30
+        for path in ("run?id=37/run-3712", "series?id=37/run-3712&id=00/run-0000", "data", "sweep"):
+            began = time.monotonic()
+            assert ask(server, path)[0] == 200
+            print(f"{path} {time.monotonic() - began:.1f} s")
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -199,6 +199,12 @@ def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float |
     return 6.0 * size * rate / peak, busy_share(best.step), rate, best.candidate.describe()
 
 
+def shape_of_width(width: int) -> dict[str, int]:
+    heads = max(1, width // (64 if width < 2048 else 128))
+    kv_heads = next(k for k in (8, 4, 2, 1) if heads % k == 0)
+    return {"width": width, "heads": heads, "kv_heads": kv_heads, "ffn": max(1, round(3.5 * width / 256)) * 256}
+
+
 @cache
 def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> ModelConfig:
     """A Llama-3-like model with the nearest parameter count: heads of 128, 8 key/value heads, feed-forward 3.5 times
@@ -210,10 +216,8 @@ def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Mo
         vocab = 32_000
     shapes: list[tuple[float, dict[str, int]]] = []
     for width in (*range(256, 4096, 256), *range(4096, 16_385, 512)):
-        heads = width // (64 if width < 2048 else 128)
-        kv_heads = next(k for k in (8, 4, 2, 1) if heads % k == 0)
-        shape = {"vocab": vocab, "width": width, "heads": heads, "kv_heads": kv_heads}
-        shape["ffn"] = round(3.5 * width / 256) * 256
+        shape = {"vocab": vocab, **shape_of_width(width)}
+        heads = shape["heads"]
         one = model_spec(ModelConfig.model_validate({"layers": 1, **shape}))
         per_layer = one.groups[0].layer.num_params
         # An even number of layers, so that pipelines divide it.

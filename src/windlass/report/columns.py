@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from windlass.files import READ_BLOCK_BYTES
 from windlass.runs.events import Event
@@ -33,6 +34,8 @@ LONG_FILE_BYTES = 8 << 20
 MAX_EXTRA_KEYS = 64
 # A larger number comes from a damaged line, and some have no place in a column.
 MAX_VALUE = 1e300
+# A sum of all lines that holds one larger number has lost the digits of the others.
+MAX_SMOOTHED = 1e12
 
 
 class Columns:
@@ -196,6 +199,25 @@ def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[
     backwards = np.nonzero(np.diff(x) < 0)[0] + 1
     x, y = np.insert(x, backwards, x[backwards - 1]), np.insert(y, backwards, np.nan)
     return x.tolist(), [None if value != value else value for value in y.tolist()]
+
+
+def superseded(steps: Numbers) -> npt.NDArray[np.bool_]:
+    """Lines whose step a later line does again after a resume. Two lines of one step in a row are no such thing."""
+    this, later, lowest_later = steps[:-1], steps[1:], np.minimum.accumulate(steps[::-1])[::-1][1:]
+    is_repeated = np.zeros(len(steps), bool)
+    at = np.nonzero((lowest_later < this) | ((lowest_later == this) & (later != this)))[0]
+    if len(at):  # only where steps go back: a run without a resume is not sorted
+        values, from_end = np.unique(steps[at[0] :][::-1], return_index=True)
+        is_repeated[at] = len(steps) - 1 - from_end[np.searchsorted(values, steps[at])] > at
+    return is_repeated
+
+
+def moving_mean(values: Numbers, lines: int) -> Numbers:
+    """The mean of so many lines around each; towards both ends of fewer, as many on one side as on the other."""
+    sums = np.insert(np.cumsum(np.where(np.abs(values) < MAX_SMOOTHED, values, 0.0)), 0, 0.0)
+    at = np.arange(len(values))
+    half = np.minimum(np.minimum(at, at[::-1]), lines // 2)
+    return np.asarray((sums[at + half + 1] - sums[at - half]) / (2 * half + 1))
 
 
 X_AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}

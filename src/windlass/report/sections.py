@@ -226,7 +226,7 @@ def progress(s: RunSummary, columns: Columns) -> list[Item]:
     times, began = columns.get("time"), s.started_at
     if len(times) < 2 or began is None:
         return []
-    span = float(np.nanmax(times)) - began
+    span = float(np.nanmax(times)) - min(began, float(np.nanmin(times)))  # a clock may have jumped back
     unit, name = (60.0, "minutes") if span < 7200 else (3600.0, "hours")
     xs, ys = thin((times - began) / unit, columns.get("step"))
     steps = np.array(ys, dtype=np.float64)

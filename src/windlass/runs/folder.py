@@ -61,6 +61,8 @@ class Run:
     eval_file = _InFolder("eval.jsonl")
     lock_file = _InFolder("run.lock")
     report_file = _InFolder("report.html")
+    # Text and tags that people give the run in the browser, see report/dash/notes.py.
+    notes_file = _InFolder("notes.json")
     ranks = _InFolder("ranks")
     checkpoints = _InFolder("checkpoints")
     profile = _InFolder("profile")

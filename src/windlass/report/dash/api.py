@@ -1,6 +1,11 @@
 """The dashboard's JSON: names and numbers in, sections and curves out; every run by its id, every number in bounds."""
 
+import csv
+import io
 import json
+import math
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -10,10 +15,12 @@ from windlass.energy.totals import print_energy
 from windlass.errors import WindlassError
 from windlass.figures import Cards, Chart, DataTable, Heat, Note, Section
 from windlass.figures.html import spec
+from windlass.files import parse_json
 from windlass.profile.view import run_sections
-from windlass.report.columns import X_AXES, first_known, step_of
+from windlass.report.columns import X_AXES, axis, first_known, step_of, superseded
+from windlass.report.dash.notes import read_notes, write_notes
 from windlass.report.dash.planner import ask, choices, question
-from windlass.report.dash.store import Folder, RunView
+from windlass.report.dash.store import LOOK_SECONDS, Folder, RunView
 from windlass.report.model_card import data_section
 from windlass.report.redact import redact
 from windlass.report.sections import (
@@ -32,6 +39,7 @@ from windlass.report.sections import (
 from windlass.report.sweeps import compared, find_sweeps
 from windlass.report.tables import counted, figure, progress, state
 from windlass.runs.metrics import METRICS
+from windlass.units import print_seconds
 
 Query = Mapping[str, Sequence[str]]
 MAX_RUNS = 30
@@ -39,6 +47,13 @@ MAX_KEYS = 12
 MAX_CURVE_POINTS = 4000
 # A parallel file system takes its time for each small file, and answers many requests at a time.
 LIST_THREADS = 4
+# The first list of a large folder comes in parts, each after about this time.
+LIST_PART_SECONDS = 1.5
+# Runs whose files are looked at for one update of the list.
+MAX_LOOKED = 1000
+# Pages that need all of every run show the newest.
+MAX_WHOLE_RUNS = 500
+MAX_MEAN_LINES = 100_000
 MAX_MARKED_EVENTS = 60
 MARKED = (
     "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",
@@ -49,7 +64,7 @@ class NotFound(Exception):  # noqa: N818 - becomes 404
     """No such run or page."""
 
 
-def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
+def answer(folder: Folder, path: str, query: Query) -> dict[str, Any] | str:
     if path not in ROUTES:
         raise NotFound(path)
     return ROUTES[path](folder, query)
@@ -68,19 +83,45 @@ LIST_FIGURES = {
 
 
 def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
-    with ThreadPoolExecutor(LIST_THREADS) as pool:
-        rows = list(pool.map(_row, folder.views()))
-    return {"root": str(folder.root), "runs": rows, "axes": X_AXES, "metrics": METRICS}
+    """Rows that changed after version `have` of the list; `complete`: all of them. `reading`: rows still to come."""
+    views, have = folder.views(), _number(query, "have", 0)
+    with folder.listing:  # of many viewers, one looks at the files
+        began = time.monotonic()
+        missing = [view for view in views if view.row is None]
+        if missing or began - folder.rows_at >= LOOK_SECONDS:
+            folder.rows_version += 1
+
+            def update(view: RunView) -> None:
+                if not missing or time.monotonic() - began < LIST_PART_SECONDS:
+                    _update_row(view, folder.rows_version)
+
+            looked = missing or views
+            if not missing and len(views) > MAX_LOOKED:  # those that go on, and the others in turn
+                start = folder.rows_version * MAX_LOOKED % len(views)
+                running = [view for view in views if view.row is not None and view.row[0].status == "running"]
+                looked = list(dict.fromkeys([*running, *views[start : start + MAX_LOOKED]]))
+            with ThreadPoolExecutor(LIST_THREADS) as pool:
+                list(pool.map(update, looked))
+            folder.rows_at = time.monotonic()
+        is_complete = have < folder.runs_version
+        rows = [view.row[3] for view in views if view.row is not None and (is_complete or view.row[2] > have)]
+        reading = sum(view.row is None for view in views)
+        version = folder.rows_version
+    about = {"root": str(folder.root), "axes": X_AXES, "metrics": METRICS} if is_complete else {}
+    return {"version": version, "complete": is_complete, "reading": reading, "runs": rows, **about}
 
 
-def _row(view: RunView) -> dict[str, Any]:
-    s, losses = view.glance()
+def _update_row(view: RunView, version: int) -> None:
+    s, losses, notes = view.glance()
+    origin = (state(s), notes, view.name)
+    if view.row is not None and view.row[0] is s and view.row[1] == origin:
+        return
     used, basis = print_energy(s.energy)
-    return {
+    row = {
         **{key: getattr(s, key) for key in SUMMARY_KEYS},
         "id": view.id,
         "path": view.name,
-        "status": state(s),
+        "status": origin[0],
         "devices": s.world_size,
         "energy": used,
         "energy_how": basis,
@@ -94,7 +135,10 @@ def _row(view: RunView) -> dict[str, Any]:
             **{key: figure(s, name).removesuffix(" tokens/s") for key, name in LIST_FIGURES.items()},
         },
         "spark": losses,
+        "notes": redact(notes.text),
+        "tags": redact(list(notes.tags)),
     }
+    view.row = (s, origin, version, row)
 
 
 def _view(folder: Folder, query: Query) -> RunView:
@@ -104,9 +148,22 @@ def _view(folder: Folder, query: Query) -> RunView:
     return view
 
 
+def _number(query: Query, name: str, default: float) -> float:
+    try:
+        value = float(_one(query, name, ""))
+    except ValueError:
+        return default
+    return value if math.isfinite(value) else default
+
+
 def run_json(folder: Folder, query: Query) -> dict[str, Any]:
-    """All texts and tables of one run; its curves come from `series`."""
     view = _view(folder, query)
+    notes = redact(read_notes(view.run).model_dump(mode="json"))
+    return {**_page(view), "notes": {**notes, "writable": os.access(view.run.path, os.W_OK)}}
+
+
+def _page(view: RunView) -> dict[str, Any]:
+    """All texts and tables of one run; its curves come from `series`."""
     with view.making:  # fifty viewers cost as much as one
         s, kept = view.summary(), view.page
         if kept is not None and kept[0] is s and kept[1]["status"] == state(s):
@@ -134,6 +191,11 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
             "status": state(s),
             "updated_at": s.updated_at,
             "started_at": s.started_at,
+            "tokens": s.tokens,
+            "target_tokens": s.target_tokens,
+            "progress": progress(s),
+            "eta_seconds": s.eta_seconds,
+            "eta": None if s.eta_seconds is None else print_seconds(s.eta_seconds),
             "metrics": columns.names(),
             "events": redact(
                 [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
@@ -147,35 +209,80 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
         return page
 
 
-def series_json(folder: Folder, query: Query) -> dict[str, Any]:
+def _views(folder: Folder, query: Query) -> list[RunView]:
     ids = list(dict.fromkeys(query.get("id", ())))[:MAX_RUNS]
     views = [view for i in ids if (view := folder.get(i)) is not None]
     if not views:
         raise NotFound("run")
-    keys = _one(query, "keys", "loss").split(",")[:MAX_KEYS]
-    x, points = _one(query, "x", "step"), _one(query, "points", "800")
+    return views
+
+
+def series_json(folder: Folder, query: Query) -> dict[str, Any]:
+    views = _views(folder, query)
+    keys, x = _one(query, "keys", "loss").split(",")[:MAX_KEYS], _one(query, "x", "step")
     x = x if x in X_AXES else "step"
-    count = max(10, min(MAX_CURVE_POINTS, int(points))) if points.isdigit() and len(points) < 8 else 800
+    count = int(max(10, min(MAX_CURVE_POINTS, _number(query, "points", 800))))
+    mean = int(max(1, min(MAX_MEAN_LINES, _number(query, "mean", 1))))
+    low, high = (_number(query, name, math.nan) for name in ("low", "high"))
+    span = (low, high) if low < high else None
     version = ".".join(view.version() for view in views)
     if _one(query, "have", "") == version:
         return {"version": version, "unchanged": True}
     runs = []
     for view in views:
-        series = {key: dict(zip("xy", view.series(key, x, count), strict=True)) for key in keys}
+        series = {key: view.series(key, x, count, mean, span) for key in keys}
         runs.append({"id": view.id, "name": view.summary().name, "path": view.name, "series": series})
     return {"version": version, "axis": x, "axis_title": X_AXES[x], "runs": runs}
+
+
+def series_csv(folder: Folder, query: Query) -> str:
+    """Every line of one metric, not the thinned curve; `repeated` is 1 where a later line does the step again."""
+    key, file = _one(query, "key"), io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    # A spreadsheet takes a text that begins with one of these characters for a formula.
+    names = ("run", "step", "tokens", "hours", "kwh", key)
+    writer.writerow([text.lstrip("=+-@\t\r") for text in names] + ["repeated"])
+    for view in _views(folder, query):
+        columns, name = view.columns(), view.name.lstrip("=+-@\t\r")
+        is_known = columns.get(key) == columns.get(key)
+        values = [columns.get(key), *(axis(columns, x) for x in X_AXES), superseded(columns.get("step"))]
+        value, steps, tokens, hours, kwh, repeated = (column[is_known].tolist() for column in values)
+        for row in zip(steps, tokens, hours, kwh, value, repeated, strict=True):
+            writer.writerow([name, *("" if v != v else f"{v:.10g}" for v in row)])
+    return file.getvalue()
+
+
+def save_notes(folder: Folder, query: Query, body: bytes) -> dict[str, Any]:
+    view = _view(folder, query)
+    try:
+        sent = parse_json(body)
+        with view.making:
+            notes = write_notes(view.run, sent if isinstance(sent, dict) else {"text": sent})
+    except WindlassError as error:
+        return {"error": error.message, "hint": error.hint}
+    except ValueError:
+        return {"error": "what was sent is not JSON", "hint": None}
+    return {"notes": notes.model_dump(mode="json")}
 
 
 def data_json(folder: Folder, query: Query) -> dict[str, Any]:
     """Each ledger once, with the runs that share it: the points of a sweep read one store."""
     shared: dict[str, list[RunView]] = {}
-    for view in folder.views():
+    for view in folder.newest(MAX_WHOLE_RUNS):
         shared.setdefault(json.dumps(section_json(data_section(view.summary()))), []).append(view)
     parts = []
     for section, (view, *others) in shared.items():
         more = f" and {counted(len(others), 'more run')} with the same ledger" if others else ""
-        parts.append({**json.loads(section), "title": view.summary().name + more, "run": view.id})
-    return {"sections": redact(parts)}
+        parts.append({**json.loads(section), "title": view.summary().name + more, "run": view.name})
+    if not parts:
+        parts = [section_json(Section("", (Note(f"No run in {folder.root} yet: a ledger appears with its run."),)))]
+    return {"sections": redact([*_left_out(folder), *parts])}
+
+
+def _left_out(folder: Folder) -> list[dict[str, Any]]:
+    count = len(folder.views())
+    text = f"{count:,} runs are here: this page shows the {MAX_WHOLE_RUNS} that wrote last."
+    return [section_json(Section("", (Note(text),)))] if count > MAX_WHOLE_RUNS else []
 
 
 def profile_json(folder: Folder, query: Query) -> dict[str, Any]:
@@ -197,14 +304,15 @@ def sweep_json(folder: Folder, query: Query) -> dict[str, Any]:
         raise NotFound("sweep")
     listed = [{key: getattr(s, key) for key in ("id", "name", "title", "progress")} for s in sweeps.values()]
     if wanted == "runs":
-        parts = [section_json(s) for s in compared([v.summary() for v in folder.views()], folder.root)]
+        parts = [section_json(s) for s in compared([v.summary() for v in folder.newest(MAX_WHOLE_RUNS)], folder.root)]
+        parts = [*_left_out(folder), *parts]
     else:
         parts = [section_json(s) for s in sweeps[wanted].sections()]
         inside = (sweeps[wanted].path / "points").resolve()
-        ids = {v.run.name: v.id for v in folder.views() if v.run.path.resolve().parent == inside}
+        names = {v.run.name: v.name for v in folder.views() if v.run.path.resolve().parent == inside}
         for item in (item for part in parts for item in part["items"]):
             if item["kind"] == "table" and item["columns"][:1] == ["point"]:  # names of points link to their runs
-                item["links"] = [ids.get(row[0]) for row in item["rows"]]
+                item["links"] = [names.get(row[0]) for row in item["rows"]]
     return {"id": wanted, "sweeps": listed, "sections": redact(parts)}
 
 
@@ -240,8 +348,9 @@ def _one(query: Query, name: str, default: str | None = None) -> str:
     return value
 
 
-ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
-    "runs": runs_json, "run": run_json, "series": series_json, "data": data_json, "profile": profile_json,
+# A text is sent as a CSV file.
+ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any] | str]] = {
+    "runs": runs_json, "run": run_json, "series": series_json, "csv": series_csv, "data": data_json, "profile": profile_json,
     "sweep": sweep_json, "plan": plan_json,
     "plan-choices": lambda folder, query: choices(),
 }  # fmt: skip

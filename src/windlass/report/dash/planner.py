@@ -4,22 +4,26 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from windlass.clusters.load import cluster_names, load_cluster
-from windlass.config import Recipe
+from windlass.config import ModelConfig, Recipe
 from windlass.config.base import Table, Tokens
 from windlass.config.load import check, validate
+from windlass.config.toml_text import to_toml
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
+from windlass.models.presets import model_spec
+from windlass.planner.budget import model_near, shape_of_width, size_text
 from windlass.planner.changes import nothing_fits
 from windlass.planner.page import carbon, number, stacked
 from windlass.planner.record import plan_json
 from windlass.planner.search import RANKING, search
 from windlass.planner.task import make_task
-from windlass.units import print_share, print_tokens
+from windlass.units import parse_tokens, print_share, print_tokens
 
-# Shapes in the proportions of published models: name -> (layers, width, ffn, heads, kv_heads, vocabulary).
+MODEL_KEYS = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
+# Offered by name, in the proportions of published models: values of MODEL_KEYS.
 MODEL_SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "0.2B": (12, 1024, 2816, 16, 16, 32_000),
     "0.5B": (24, 1024, 4096, 16, 8, 64_000),
@@ -32,24 +36,33 @@ MODEL_SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "180B": (96, 12_288, 33_792, 96, 8, 128_256),
 }
 MAX_LAYOUTS = 8
+RECIPE_COMMENT = """From the planner page of `windlass dash`. Before training, name a token store in [data].
+windlass plan FILE shows the layouts again."""
 
 
 class PlannerQuestion(Table):
+    """What the page asks. `layers` to `vocab` replace numbers of the usual shape for `size` parameters."""
+
     cluster: str = "snellius-h100"
     nodes: Tokens = Field(default=20, ge=1, le=20_000)
-    size: str = "8B"
+    size: Tokens = Field(default=8 * 10**9, ge=10**7, le=2 * 10**12)
+    layers: int | None = Field(default=None, ge=1, le=1000)
+    width: int | None = Field(default=None, ge=64, le=65_536)
+    ffn: int | None = Field(default=None, ge=64, le=2**20)
+    heads: int | None = Field(default=None, ge=1, le=1024)
+    kv_heads: int | None = Field(default=None, ge=1, le=1024)
+    vocab: int | None = Field(default=None, ge=256, le=2**21)
     tokens: Tokens = Field(default=450 * 10**9, ge=10**6, le=10**15)
     seq_len: Tokens = Field(default=8192, ge=128, le=2**20)
     batch_tokens: Tokens = Field(default=4 * 2**20, ge=1024, le=10**9)
     precision: str = "bf16"
     days: float | None = None  # what is available; the answer says whether it suffices
 
-    @field_validator("cluster", "size")
+    @field_validator("cluster")
     @classmethod
-    def _is_offered(cls, value: str, info: ValidationInfo) -> str:
-        offered = cluster_names() if info.field_name == "cluster" else list(MODEL_SHAPES)
-        if value not in offered:
-            raise ValueError(f"unknown; one of {', '.join(offered)}")
+    def _is_offered(cls, value: str) -> str:
+        if value not in cluster_names():
+            raise ValueError(f"unknown; one of {', '.join(cluster_names())}")
         return value
 
 
@@ -78,31 +91,37 @@ def question(query: Mapping[str, Sequence[str]]) -> PlannerQuestion:
     return validate(PlannerQuestion, sent, "planner page")
 
 
-def recipe_of(q: PlannerQuestion) -> Recipe:
+def recipe_table(q: PlannerQuestion) -> dict[str, Any]:
+    """The question as a recipe."""
     # The batch nearest to the wanted one that the devices divide; more devices than sequences share one in groups.
     devices = q.nodes * load_cluster(q.cluster).node.devices
     while devices * q.seq_len > q.batch_tokens and devices % 2 == 0:
         devices //= 2
     unit = devices * q.seq_len
     batch_tokens = max(1, round(q.batch_tokens / unit)) * unit
-    keys = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
-    raw = {
-        "name": f"what-if-{q.size}",
+    named = {parse_tokens(name): shape for name, shape in MODEL_SHAPES.items()}.get(q.size)
+    usual = dict(zip(MODEL_KEYS, named, strict=True)) if named else model_near(float(q.size)).model_dump()
+    if q.width is not None:
+        usual |= shape_of_width(q.width)
+    model = {key: usual[key] if getattr(q, key) is None else getattr(q, key) for key in MODEL_KEYS}
+    parameters = model_spec(validate(ModelConfig, model, "model")).params.total
+    return {
+        "name": f"what-if-{size_text(parameters)}",
         "cluster": q.cluster,
         "nodes": q.nodes,
-        "model": {"family": "llama", **dict(zip(keys, MODEL_SHAPES[q.size], strict=True))},
+        "model": {"family": "llama", **model},
         "data": {"tokens": q.tokens, "seq_len": q.seq_len, "batch_tokens": batch_tokens},
         "train": {"precision": q.precision},
     }
-    recipe = validate(Recipe, raw, "planner page")
-    check(recipe)
-    return recipe
 
 
 @lru_cache(maxsize=256)
 def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
     """The planner's answer: its best layout, and the ranked layouts as sections of the page."""
-    task = make_task(recipe_of(q), load_cluster(q.cluster))
+    table = recipe_table(q)
+    recipe = validate(Recipe, table, "planner page")
+    check(recipe)
+    task = make_task(recipe, load_cluster(q.cluster))
     plans = search(task)
     if not plans.plans:
         raise nothing_fits(plans)
@@ -128,7 +147,16 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
         strong=(0,),
         caption=RANKING,
     )  # fmt: skip
-    return {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}, [
+    answer = {
+        "question": q.model_dump(),
+        "best": rows[0],
+        "layout": layouts[0],
+        "considered": plans.considered,
+        "model": {**table["model"], "parameters": size_text(task.model.params.total)},
+        "recipe": to_toml(table, RECIPE_COMMENT),
+        "file": f"{table['name']}.toml",
+    }
+    return answer, [
         Section("", (_cards(rows[0], layouts[0], q), *(Note(w, "warning") for w in task.warnings)), id="best"),
         Section("Memory of a device", (memory,), id="memory"),
         Section("Ranked layouts", (ranking,), id="ranking"),

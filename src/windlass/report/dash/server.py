@@ -1,4 +1,5 @@
-"""The dashboard's server: localhost only (through an ssh tunnel), only with the token, read-only."""
+"""The dashboard's server: localhost only (through an ssh tunnel), only with the token. It writes notes.json of a
+run and nothing else."""
 
 import contextlib
 import gzip
@@ -10,6 +11,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -21,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from windlass.errors import LaunchError
 from windlass.figures.theme import DARK, LIGHT, css
 from windlass.files import json_safe
-from windlass.report.dash.api import NotFound, answer
+from windlass.report.dash.api import NotFound, answer, save_notes
 from windlass.report.dash.store import Folder
 
 STATIC = Path(__file__).parent / "static"
@@ -41,6 +43,7 @@ HEADERS = {
 # that run folders and viewers need: there are few, for a short time, and at most a quarter of the descriptors.
 MAX_UNAUTHENTICATED = 64
 UNAUTHENTICATED_SECONDS = 10.0
+MAX_SENT_BYTES = 32 << 10
 
 
 class DashServer(ThreadingHTTPServer):
@@ -139,26 +142,9 @@ class DashHandler(BaseHTTPRequestHandler):
     server: DashServer
 
     def do_GET(self) -> None:
-        try:
-            parts = urlsplit(self.path)
-            query = parse_qs(parts.query, max_num_fields=100)
-        except ValueError:  # more than a hundred fields, or brackets that never close
-            self._refuse(HTTPStatus.BAD_REQUEST, "this address cannot be read")
+        if (admitted := self._admit()) is None:
             return
-        host, path = self.headers.get("Host", ""), parts.path
-        cookies: SimpleCookie = SimpleCookie()
-        with contextlib.suppress(CookieError):
-            cookies.load(self.headers.get("Cookie", ""))
-        cookie = cookies.get(self.server.cookie)
-        token = query.get("token", [""])[0] or (cookie.value if cookie else "")
-        # A name that only resolves to localhost (DNS rebinding) is refused; the port belongs to the tunnel.
-        if not any(host == name or host.startswith(f"{name}:") for name in LOCAL_NAMES):
-            self._refuse(HTTPStatus.FORBIDDEN, "this server answers to localhost only")
-            return
-        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            self._refuse(HTTPStatus.FORBIDDEN, "open the address that `windlass dash` printed: it ends in ?token=...")
-            return
-        self.server.authenticated(self.connection)
+        path, query = admitted
         if path == "/" and "token" in query:
             # The token moves into a cookie, so that it stays out of the history and of screenshots.
             text = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -167,20 +153,66 @@ class DashHandler(BaseHTTPRequestHandler):
             content, kind, *headers = ASSETS[path]
             self._send(HTTPStatus.OK, content(), kind, *headers)
         elif path.startswith("/api/"):
-            self._api(path.removeprefix("/api/"), query)
+            self._api(lambda: answer(self.server.folder, path.removeprefix("/api/"), query))
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
 
     do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
-    def _api(self, path: str, query: dict[str, list[str]]) -> None:
+    def do_POST(self) -> None:
+        """The notes of a run. Another site's page cannot send them: it has another origin, and not our cookie."""
+        if (admitted := self._admit()) is None:
+            return
+        path, query = admitted
+        length = self.headers.get("Content-Length", "")
+        if self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
+            self._refuse(HTTPStatus.FORBIDDEN, "only the pages of this server may write")
+        elif path != "/api/notes":
+            self._refuse(HTTPStatus.NOT_FOUND, "only notes can be written")
+        elif self.headers.get("Content-Type") != "application/json":
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "notes are sent as application/json")
+        elif not (length.isdecimal() and len(length) < 8 and int(length) <= MAX_SENT_BYTES):
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"notes have at most {MAX_SENT_BYTES:,} bytes")
+        else:
+            body = self.rfile.read(int(length))
+            self._api(lambda: save_notes(self.server.folder, query, body))
+
+    def _admit(self) -> tuple[str, dict[str, list[str]]] | None:
+        """Path and query of a request to localhost with the token; others are refused here."""
         try:
-            status, value = HTTPStatus.OK, answer(self.server.folder, path, query)
+            parts = urlsplit(self.path)
+            query = parse_qs(parts.query, max_num_fields=100)
+        except ValueError:  # more than a hundred fields, or brackets that never close
+            self._refuse(HTTPStatus.BAD_REQUEST, "this address cannot be read")
+            return None
+        host = self.headers.get("Host", "")
+        cookies: SimpleCookie = SimpleCookie()
+        with contextlib.suppress(CookieError):
+            cookies.load(self.headers.get("Cookie", ""))
+        cookie = cookies.get(self.server.cookie)
+        token = query.get("token", [""])[0] or (cookie.value if cookie else "")
+        # A name that only resolves to localhost (DNS rebinding) is refused; the port belongs to the tunnel.
+        if not any(host == name or host.startswith(f"{name}:") for name in LOCAL_NAMES):
+            self._refuse(HTTPStatus.FORBIDDEN, "this server answers to localhost only")
+            return None
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            self._refuse(HTTPStatus.FORBIDDEN, "open the address that `windlass dash` printed: it ends in ?token=...")
+            return None
+        self.server.authenticated(self.connection)
+        return parts.path, query
+
+    def _api(self, call: Callable[[], dict[str, Any] | str]) -> None:
+        status, value = HTTPStatus.OK, None
+        try:
+            value = call()
         except NotFound as error:
             status, value = HTTPStatus.NOT_FOUND, {"error": f"not found: {error}"}
         except Exception as error:  # a half-copied folder must not take the page down; the text names no path
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             value = {"error": f"{type(error).__name__} while reading the run folder"}
+        if isinstance(value, str):
+            self._send(status, value.encode(), "text/csv", {"Content-Disposition": "attachment"})
+            return
         text = json.dumps(json_safe(value), separators=(",", ":"), allow_nan=False, default=str)
         self._send(status, text.encode(), "application/json")
 
@@ -224,12 +256,11 @@ def stylesheet() -> bytes:
     return "".join([css(), *rules, (STATIC / "app.css").read_text()]).encode()
 
 
+SCRIPTS = ("app", "draw", "runs", "run", "planner")
 # Path -> (content, type, further headers)
 ASSETS: dict[str, tuple[Any, ...]] = {
     "/": ((STATIC / "index.html").read_bytes, "text/html"),
-    "/app.js": ((STATIC / "app.js").read_bytes, "text/javascript"),
-    "/draw.js": ((STATIC / "draw.js").read_bytes, "text/javascript"),
-    "/planner.js": ((STATIC / "planner.js").read_bytes, "text/javascript"),
+    **{f"/{name}.js": ((STATIC / f"{name}.js").read_bytes, "text/javascript") for name in SCRIPTS},
     "/app.css": (stylesheet, "text/css"),
     "/plotly.js": (plotly, "text/javascript", {"Content-Encoding": "gzip", "Cache-Control": "max-age=86400"}),
 }

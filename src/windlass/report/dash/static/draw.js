@@ -30,22 +30,72 @@ function resolve(value, style) {
 
 const figures = new Map(); /* box -> figure, to draw again when light and dark change */
 
-/* In a narrow window a legend beside the chart would leave it no room: it goes below, and the chart grows by that much. */
-function narrow(box, layout, entries) {
-  if (!layout.showlegend || !layout.legend || layout.legend.orientation !== "v" || box.clientWidth >= 860 || !box.clientWidth) return;
-  const across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230)); /* long labels leave room for one */
-  const room = 10 + 22 * Math.ceil(entries / across);
-  layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
-  layout.margin = { ...layout.margin, b: layout.margin.b + room };
-  layout.height += room;
+/* Plotly does not wrap: a text of its own language, in lines of at most so many characters, at spaces where there are some. */
+function wrapped(text, most) {
+  const plain = String(text).replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
+  return (plain.match(new RegExp(`.{1,${most}}(?:\\s|$)|\\S{1,${most}}`, "g")) || [""]).map((line) => safe(line.trim()));
+}
+
+/* In a narrow window titles and long labels take several lines, and a legend beside the chart, which would leave it no room, goes below; the chart grows by that much. */
+function narrow(box, { data, layout }) {
+  const width = box.clientWidth;
+  if (!width || width >= 860) return;
+  const lines = wrapped(layout.title.text, Math.floor(width / 10));
+  let above = 22 * (lines.length - 1), below = 0;
+  Object.assign(layout.title, { text: lines.join("<br>"), yanchor: "top", pad: { t: above / 2 + 2 } });
+  if (layout.yaxis.type === "category") {
+    const names = [...new Set(data.flatMap((trace) => trace.y))].slice(0, 100);
+    Object.assign(layout.yaxis, { tickmode: "array", tickvals: names, ticktext: names.map((n) => wrapped(n, Math.max(12, Math.floor(width / 22))).join("<br>")) });
+    layout.yaxis.tickfont = { ...layout.yaxis.tickfont, size: 12 };
+  }
+  if (layout.showlegend && layout.legend && layout.legend.orientation === "v") {
+    const across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(width / 230)); /* long labels leave room for one */
+    below = 10 + 22 * Math.ceil(data.length / across);
+    layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
+  }
+  layout.margin = { ...layout.margin, t: layout.margin.t + above, b: layout.margin.b + below };
+  layout.height += above + below;
   box.style.height = `${layout.height}px`;
 }
+
+const touch = matchMedia("(pointer: coarse)");
 
 function plot(box, figure) {
   figures.set(box, figure);
   const drawn = resolve(figure, getComputedStyle(document.documentElement));
-  narrow(box, drawn.layout, drawn.data.length);
+  box.style.height = `${drawn.layout.height}px`;
+  narrow(box, drawn);
+  if (touch.matches) drawn.layout.dragmode = false; /* a finger on a chart scrolls the page */
   Plotly.react(box, drawn.data, drawn.layout, { responsive: true, displaylogo: false, displayModeBar: false });
+}
+
+function download(name, href) {
+  const link = el("a", { href, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+}
+
+function downloadText(name, text, kind) {
+  const href = URL.createObjectURL(new Blob([text], { type: kind }));
+  download(name, href);
+  setTimeout(() => URL.revokeObjectURL(href), 1000);
+}
+
+/* Buttons below a chart: the picture as it is on the screen, and `csv`, the address of every line behind it. */
+function tools(box, name, csv) {
+  const picture = async (format) => {
+    const { data, layout } = resolve(figures.get(box), getComputedStyle(document.documentElement));
+    const size = { width: box.clientWidth, height: box.clientHeight };
+    const paper = getComputedStyle(document.documentElement).getPropertyValue("--paper").trim();
+    await Plotly.downloadImage({ data, layout: { ...layout, ...size, paper_bgcolor: paper } }, { format, ...size, scale: 2, filename: name() });
+  };
+  const button = (text, call) => el("button", { type: "button", title: `download this chart as ${text}`, on: { click: call } }, text);
+  return el("div", { class: "tools" }, button("PNG", () => picture("png")), button("SVG", () => picture("svg")), csv ? button("CSV", () => download(`${name()}.csv`, csv())) : null);
+}
+
+function fileName(...parts) {
+  return parts.join("-").replace(/[^A-Za-z0-9._-]+/g, "_").slice(0, 100);
 }
 
 function redraw() {
@@ -54,6 +104,14 @@ function redraw() {
     else figures.delete(box);
   }
 }
+
+let widthBefore = innerWidth, resized = null;
+window.addEventListener("resize", () => {
+  if (innerWidth === widthBefore) return; /* a phone that hides its address bar */
+  widthBefore = innerWidth;
+  clearTimeout(resized);
+  resized = setTimeout(redraw, 150);
+});
 
 function layout(title, xTitle, yTitle, height) {
   const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", linecolor: "var(--soft)", tickfont: { color: "var(--ink)", size: 14 }, automargin: true };
@@ -71,7 +129,7 @@ function layout(title, xTitle, yTitle, height) {
 const PALETTE = ["#2f6fde", "#e0851b", "#1f9e6e", "#c9405a", "#8660c9", "#2aa5c0", "#9c8321", "#7b8794", "#d66bb0", "#4c5a9e", "#6fae3a", "#a5573b"];
 
 function curve(name, xs, ys, index) {
-  return { type: "scatter", mode: xs.length <= 12 ? "lines+markers" : "lines", name: safe(name), x: xs, y: ys, connectgaps: false, line: { color: PALETTE[index % PALETTE.length], width: 2.2 } };
+  return { type: "scatter", mode: xs.length <= 12 ? "lines+markers" : "lines", name: safe(name), x: xs, y: ys, connectgaps: false, hovertemplate: "%{y:,.4~r}", line: { color: PALETTE[index % PALETTE.length], width: 2.2 } };
 }
 
 function spark(values) {
@@ -96,7 +154,7 @@ function table(item) {
   const cell = (tag, text, i) => el(tag, { class: right.has(i) ? "n" : String(text).length > 60 ? "wrap" : null }, text);
   const titled = item.columns.some((c) => c);
   const head = titled ? el("thead", null, el("tr", null, item.columns.map((c, i) => cell("th", c, i)))) : null;
-  const named = (c, r) => (item.links && item.links[r] ? el("td", { class: "wrap" }, el("a", { href: `#/run/${item.links[r]}` }, c)) : cell("td", c, 0));
+  const named = (c, r) => (item.links && item.links[r] ? el("td", { class: "wrap" }, el("a", { href: address("run", item.links[r]) }, c)) : cell("td", c, 0));
   const body = el("tbody", null, item.rows.map((row, r) => el("tr", { class: strong.has(r) ? "strong" : null }, row.map((c, i) => (i ? cell("td", c, i) : named(c, r))))));
   return el("div", null, el("div", { class: "wide" }, el("table", { class: titled ? null : "pairs" }, head, body)), item.caption ? el("p", { class: "caption" }, item.caption) : null);
 }
@@ -111,11 +169,17 @@ function block(item) {
   if (item.kind === "note") return el("p", { class: item.warning ? "warning" : null }, item.text);
   const box = el("div", { class: "plot", style: `height:${item.height}px`, role: "img", "aria-label": item.title });
   queueMicrotask(() => plot(box, item.figure));
-  return el("div", { class: "chart" }, box, item.caption ? el("p", { class: "caption" }, item.caption) : null);
+  return el("div", { class: "chart" }, box, tools(box, () => fileName(document.title, item.title)), item.caption ? el("p", { class: "caption" }, item.caption) : null);
 }
 
 function sections(parts) {
   return parts.map((part) => el("section", { id: part.id || null }, part.title ? el("h2", null, part.title) : null, part.items.map(block)));
+}
+
+/* `#/run/grid/points/a?x=tokens`: a page, the name of a run as its folder is called, and what is set on the page. */
+function address(page, name, query) {
+  const text = String(new URLSearchParams(query || {}));
+  return `#/${page}${name ? `/${name.split("/").map(encodeURIComponent).join("/")}` : ""}${text ? `?${text}` : ""}`;
 }
 
 /* A long name may break after its dots, slashes and underscores rather than in the middle of a word. */

@@ -1,66 +1,64 @@
 "use strict";
-/* The planner page: move a control, see memory, days, energy and the ranked layouts change. */
+/* The planner page: type numbers, see memory, days, energy and the ranked layouts change; save the recipe or share the address. */
 
-const TOKENS = [1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11, 2e11, 3e11, 4.5e11, 6e11, 1e12, 2e12, 3e12, 5e12, 1e13, 1.5e13, 3e13];
+const SHAPE = { layers: "layers", width: "width", ffn: "feed-forward", heads: "heads", kv_heads: "key/value heads", vocab: "vocabulary" };
+const plan = { cluster: "snellius-h100", nodes: "20", size: "8B", tokens: "450B", batch_tokens: "4Mi", seq_len: "8192", precision: "bf16", days: "90" };
 
-async function plannerPage(page, ask, mine) {
-  const known = await ask("plan-choices", {});
+async function plannerPage(query, mine) {
+  const offered = await ask("plan-choices", {});
   if (!mine()) return;
-  const state = JSON.parse(sessionStorage.getItem("planner") || "null") || { cluster: "snellius-h100", nodes: 20, size: known.sizes.indexOf("8B"), tokens: 9, seq_len: 8192, precision: "bf16", days: 90 };
+  for (const key of [...Object.keys(plan), ...Object.keys(SHAPE)]) if (query.has(key)) plan[key] = query.get(key).slice(0, 64);
   const answer = el("div", { id: "answer" });
-  const labels = {};
-  const cluster = el("select", { id: "cluster" }, known.clusters.map((c) => el("option", { value: c.name, selected: c.name === state.cluster }, `${c.title} (${c.devices} x ${c.device})`)));
-  const options = (id, values, chosen) => el("select", { id }, values.map((v) => el("option", { value: v, selected: v === chosen }, v)));
-  const seq = options("seq_len", known.seq_lens, state.seq_len), precision = options("precision", known.precisions, state.precision);
-  const slider = (id, low, high, value) => el("input", { type: "range", id, min: low, max: high, step: 1, value });
-  const sliders = { nodes: slider("nodes", 0, 1000, nodesToSlider(state.nodes)), size: slider("size", 0, known.sizes.length - 1, state.size), tokens: slider("tokens", 0, TOKENS.length - 1, state.tokens), days: slider("days", 1, 365, state.days) };
-  const control = (id, name, input) => el("label", { for: id }, el("span", null, name, " ", (labels[id] = el("b", null))), input);
+  const inputs = {};
+  const control = (key, title, note, input) => { inputs[key] = input; return el("label", { for: key }, el("span", null, title), input, note ? el("i", null, note) : null); };
+  const typed = (key, title, note, list) => control(key, title, note, el("input", { id: key, value: plan[key] || "", autocomplete: "off", spellcheck: "false", list: list ? `${key}-offered` : null }));
+  const offer = (key, values) => el("datalist", { id: `${key}-offered` }, values.map((v) => el("option", { value: v })));
+  const selected = (key, title, options) => control(key, title, "", el("select", { id: key }, options.map(([v, text]) => el("option", { value: v, selected: v === plan[key] }, text))));
+  const machines = offered.clusters.map((c) => [c.name, `${c.title} (${c.devices} x ${c.device})`]);
+  const nodesNote = el("i");
+  const copied = el("span", { class: "faint", role: "status" });
+  const save = el("button", { type: "button", id: "save-recipe", on: { click: () => reply && downloadText(reply.file, reply.recipe, "application/toml") } }, "save as recipe");
+  const share = el("button", { type: "button", id: "share", on: { click: copy } }, "copy link");
   page.replaceChildren(
     el("h1", null, "Planner"), el("p", { class: "sub" }, "What fits, how long it takes, and what it costs in energy. Estimates; nothing is submitted."),
-    el("div", { class: "panel controls" }, control("cluster", "machine", cluster), control("nodes", "nodes", sliders.nodes), control("size", "model", sliders.size), control("tokens", "tokens", sliders.tokens), control("days", "days you have", sliders.days), control("seq_len", "sequence", seq), control("precision", "precision", precision)),
-    answer,
+    el("div", { class: "panel controls" }, selected("cluster", "machine", machines), el("label", { for: "nodes" }, el("span", null, "nodes"), (inputs.nodes = el("input", { id: "nodes", value: plan.nodes, inputmode: "numeric", autocomplete: "off" })), nodesNote), typed("size", "parameters", "8B, 350M", true), typed("tokens", "tokens", "450B, 2T"), typed("batch_tokens", "batch, tokens", "4Mi, 4M"), typed("seq_len", "sequence length", "", true), selected("precision", "precision", offered.precisions.map((p) => [p, p])), typed("days", "days you have", ""), offer("size", offered.sizes), offer("seq_len", offered.seq_lens)),
+    el("details", { class: "panel", id: "shape", open: Object.keys(SHAPE).some((key) => plan[key]) }, el("summary", null, "layers, width and the rest of the model"), el("div", { class: "controls" }, Object.entries(SHAPE).map(([key, title]) => typed(key, title)))),
+    el("div", { class: "bar" }, save, share, copied), answer,
   );
 
-  function most() {
-    const found = known.clusters.find((c) => c.name === cluster.value);
-    return (found && found.nodes) || 1024;
+  let reply = null, waiting = null, asked = 0;
+  function sent() {
+    return Object.fromEntries(Object.entries(plan).filter(([, value]) => value));
   }
-  function read() {
-    state.cluster = cluster.value;
-    state.nodes = Math.min(most(), sliderToNodes(Number(sliders.nodes.value)));
-    for (const key of ["size", "tokens", "days"]) state[key] = Number(sliders[key].value);
-    state.seq_len = Number(seq.value);
-    state.precision = precision.value;
-    labels.nodes.textContent = state.nodes.toLocaleString("en");
-    labels.size.textContent = known.sizes[state.size];
-    labels.tokens.textContent = short(TOKENS[state.tokens]);
-    labels.days.textContent = state.days;
-    sessionStorage.setItem("planner", JSON.stringify(state));
+  async function copy() {
+    try {
+      await navigator.clipboard.writeText(location.href);
+      copied.textContent = "copied: it opens with the numbers above, for those who can open this server";
+    } catch {
+      copied.textContent = "the address of this page is the link";
+    }
   }
-  let timer = null, turn = 0;
   async function update() {
-    const mineTurn = ++turn;
+    const mineTurn = ++asked;
+    for (const [key, input] of Object.entries(inputs)) plan[key] = input.value.trim();
+    const machine = offered.clusters.find((c) => c.name === plan.cluster);
+    nodesNote.textContent = machine && machine.nodes ? `of ${machine.nodes.toLocaleString("en")}` : "";
+    keepInAddress("planner", "", sent());
     answer.classList.add("busy");
-    const reply = await ask("plan", { cluster: state.cluster, nodes: state.nodes, size: known.sizes[state.size], tokens: TOKENS[state.tokens], seq_len: state.seq_len, precision: state.precision, days: state.days });
-    if (mineTurn !== turn || !mine()) return; /* a later question is under way */
+    const fresh = await ask("plan", sent());
+    if (mineTurn !== asked || !mine()) return; /* a later question is under way */
     answer.classList.remove("busy");
-    if (reply.error) answer.replaceChildren(el("p", { class: "warning" }, reply.error), el("p", null, reply.hint || ""));
-    else answer.replaceChildren(...sections(reply.sections));
+    reply = fresh.error ? null : fresh;
+    save.disabled = !reply;
+    if (fresh.error) return answer.replaceChildren(el("p", { class: "warning lines" }, fresh.error), el("p", null, fresh.hint || ""));
+    for (const key of Object.keys(SHAPE)) inputs[key].placeholder = fresh.model[key];
+    answer.replaceChildren(el("p", { class: "faint", id: "model" }, `${fresh.model.parameters} parameters: ${Object.entries(SHAPE).map(([key, title]) => `${title} ${fresh.model[key].toLocaleString("en")}`).join(", ")}. ${fresh.considered.toLocaleString("en")} layouts were considered.`), ...sections(fresh.sections));
   }
-  function changed() {
-    read();
-    clearTimeout(timer);
-    timer = setTimeout(update, 120);
+  for (const input of Object.values(inputs)) {
+    input.addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(update, 250);
+    });
   }
-  for (const input of [cluster, seq, precision, ...Object.values(sliders)]) input.addEventListener("input", changed);
-  read();
   await update();
-}
-
-/* 0..1000 -> 1..4096 nodes, evenly on a logarithmic scale. */
-function sliderToNodes(value) {
-  return Math.max(1, Math.round(Math.pow(4096, value / 1000)));
-}
-function nodesToSlider(nodes) {
-  return Math.round((1000 * Math.log(nodes)) / Math.log(4096));
 }
