@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TaskOptions:
+class FinetuneOptions:
     train: Annotated[
         Path | None, typer.Option("--train", help="TSV, CSV or JSONL with the columns text and label.")
     ] = None
@@ -65,7 +65,7 @@ class TaskOptions:
 @option_groups
 def finetune(
     run: ModelArgument,
-    options: TaskOptions,
+    options: FinetuneOptions,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to run (0, 1, 2, ...).")] = 1,
     devices: ProcessesOption = None,
     folder: Annotated[Path, typer.Option("--runs", help="Folder for the run of each seed.")] = Path("runs"),

@@ -46,7 +46,8 @@ def show(as_json: bool, document: Any, *parts: Any) -> None:
 
 
 def wrap(text: str, width: int) -> str:
-    """Lines broken at words; text to be copied as it is, because the breaks of a terminal do not get into the clipboard."""
+    """Lines broken at words; text to be copied as it is, because the breaks of a terminal do not get into the
+    clipboard."""
     if len(text) <= width or COPIED.search(text):
         return text
     indent = " " * (len(text) - len(text.lstrip()) + 2)

@@ -53,8 +53,8 @@ class DataConfig(Table):
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
     document. documents: sequences are filled with complete documents, attention stays inside each."""
     long_documents: Literal["leave_out", "cut"] = "leave_out"
-    """pack = "documents": conversations longer than seq_len are skipped or truncated; both are counted. A text continues in
-    another sequence; a preference pair is always skipped."""
+    """pack = "documents": conversations longer than seq_len are skipped or truncated; both are counted. A text
+    continues in another sequence; a preference pair is always skipped."""
     validation: str | None = None
     """Split that is held out for validation (default: `validation`, if the store has one)."""
     policy: Literal["any", "lawful"] = "any"
@@ -152,8 +152,8 @@ class TrainConfig(Table):
     log_every: PositiveInt = 1
     """Steps between logged lines of metrics.jsonl."""
     instruments: NonNegativeInt = 0
-    """Steps between measurements of every layer: norms of gradient, weights and update, scale of its output, largest attention
-    logit; 0: off."""
+    """Steps between measurements of every layer: norms of gradient, weights and update, scale of its output, largest
+    attention logit; 0: off."""
     eval_every: NonNegativeInt = 0
     """Steps between validation passes; 0: only at the end, if there is a validation split."""
     eval_tokens: Tokens = 262_144

@@ -314,7 +314,8 @@ def _fit_text(p: Plan) -> str:
 
 
 def _first_reason(p: Plan, fastest: Plan, preferred_by: str, fitting: int) -> str:
-    """`fastest of 214 that fit: 62% of a step is matrix products`, or which layout is faster and why it is not first."""
+    """`fastest of 214 that fit: 62% of a step is matrix products`, or which layout is faster and why it is not
+    first."""
     total, terms = p.step.seconds, p.step.terms
     largest = max(terms, key=terms.__getitem__)
     spent = f"{terms[largest] / total:.0%} of a step is {largest}"

@@ -1,5 +1,5 @@
-"""The tables of the report's first page, for those who paid: project, compute, energy, emissions, outcome, incidents and
-plan. It prints on one A4 page, so that every text and list has a largest length; what is unknown is "not known"."""
+"""The tables of the report's first page, for those who paid: project, compute, energy, emissions, outcome, incidents
+and plan. It prints on one A4 page, so that every text and list has a largest length; what is unknown is "not known"."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,5 @@
-"""The figures that follow from metrics.jsonl, each computed here alone: report, dashboard, comparison and sweep show the
-same."""
+"""The figures that follow from metrics.jsonl, each computed here alone: report, dashboard, comparison and sweep show
+the same."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

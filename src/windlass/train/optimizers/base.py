@@ -266,9 +266,9 @@ def update_function(rule: Rule) -> Callable[..., None]:
         old, old_moments = weights.float(), tuple(moment.float() for moment in moments)
         new, new_moments = rule(old, gradient.float() * numbers[0], old_moments, numbers, decay, *constants)
         new = torch.where(good, new, old)
-        _store_rounded(weights, new)
+        store_rounded(weights, new)
         for moment, before, value in zip(moments, old_moments, new_moments, strict=True):
-            _store_rounded(moment, torch.where(good, value, before))
+            store_rounded(moment, torch.where(good, value, before))
         if shadow is not None:
             shadow.copy_(new)
 
@@ -280,7 +280,7 @@ def compiled_update(rule: Rule) -> Callable[..., None]:
     return torch.compile(update_function(rule), dynamic=True)
 
 
-def _store_rounded(target: Tensor, value: Tensor) -> None:
+def store_rounded(target: Tensor, value: Tensor) -> None:
     target.copy_(round_stochastically(value) if target.dtype == torch.bfloat16 else value)
 
 

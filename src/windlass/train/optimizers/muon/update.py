@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from windlass.blocks.initial_values import local_tensor
 from windlass.train.optimizers.adamw.update import AdamW
-from windlass.train.optimizers.base import ParameterState, _store_rounded
+from windlass.train.optimizers.base import ParameterState, store_rounded
 from windlass.train.optimizers.muon.exchange import ROUND_SIZE, as_stack, plan_rounds
 from windlass.train.optimizers.spec import is_matrix
 
@@ -107,7 +107,7 @@ def mean_in_place(
 ) -> None:
     old = mean.float()
     new, direction = mean_and_direction(gradient.float() * scale, old, momentum, nesterov)
-    _store_rounded(mean, torch.where(good, new, old))
+    store_rounded(mean, torch.where(good, new, old))
     step.copy_(direction)
 
 
@@ -116,7 +116,7 @@ def weights_in_place(
 ) -> None:
     old = weights.float()
     new = torch.where(good, old * shrink - step_size * step.float(), old)
-    _store_rounded(weights, new)
+    store_rounded(weights, new)
     if shadow is not None:
         shadow.copy_(new)
 
