@@ -40,7 +40,7 @@ USAGE = None  # an error of the argument parser, which has no code of ours
 MISTAKES = [
     ("plan gpt8.toml", 2, "config.file-missing", ["gpt.toml"], "plan gpt.toml --top 1"),
     ("plan .", 2, "config.not-a-file", ["file"], None),
-    ("plan bad.toml", 2, "config.syntax", ["line 1", "quotes"], None),
+    ("plan bad.toml", 2, "config.syntax", ["line 1", "quoted"], None),
     ("plan", 2, "cli.argument-missing", ["windlass plan recipes/"], None),
     ("plann gpt.toml", 2, USAGE, ["'plan'"], None),
     ("plan gpt.toml --clustr lumi-g", 2, USAGE, ["--cluster"], None),

@@ -142,6 +142,7 @@ def all_alike(spawn, groups: list[list[dict]]) -> None:
                 assert next(results) == pytest.approx(reference, rel=2e-5), table
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.multi
 def test_every_strategy_and_hugging_face_models_have_the_native_engines_losses(spawn, tmp_path):
