@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from windlass.train.hooks import Hook, Training
 from windlass.train.validate import Validation
-from windlass.units import print_joules, print_seconds, print_tokens
+from windlass.units import print_joules, print_rate, print_seconds, print_share, print_tokens, print_watts
 
 # The Italia team's target range of the driver's GPU utilization.
 UTILIZATION_BAND = (0.70, 0.90)
@@ -99,10 +99,12 @@ def cut_at_parts(text: str, width: int) -> str:
 def describe_line(line: dict[str, Any]) -> str:
     """Loss, speed, MFU, and energy so far with power and joules per token of the last seconds."""
     loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-    mfu = "MFU unknown" if line["mfu"] is None else f"MFU {line['mfu']:.1%}"
+    speed, mfu = print_rate(line["tokens_per_second"]), f"MFU {print_share(line['mfu'])}"
     energy = ["energy not measured"]
     if line["energy_joules"] is not None:
-        formats = {"watts": "{:.0f} W", "joules_per_token": "{:.3g} J/token"}
-        recent = [text.format(line[key]) for key, text in formats.items() if line.get(key) is not None]
+        recent = [print_watts(line["watts"])] if line.get("watts") is not None else []
+        recent += (
+            [f"{print_joules(per_token)}/token"] if (per_token := line.get("joules_per_token")) is not None else []
+        )
         energy = [print_joules(line["energy_joules"]), *recent]
-    return "  ".join([f"loss {loss}", f"{print_tokens(line['tokens_per_second'])} tok/s", mfu, *energy])
+    return "  ".join([f"loss {loss}", speed, mfu, *energy])
