@@ -5,8 +5,12 @@ import sys
 
 import numpy as np
 import pytest
+from tests.report.sample_run import make_run
 
+from windlass.figures import Chart
+from windlass.report.collect import collect
 from windlass.report.columns import Columns, axis, moving_mean, superseded, thin
+from windlass.report.sections import curves
 from windlass.runs.measured import recent_median
 
 
@@ -194,3 +198,13 @@ def test_a_moving_mean_is_centred_and_bears_one_absurd_number():
     assert moving_mean(np.array([1.0, 2.0, 6.0, 4.0, 5.0]), 3).tolist() == [1.0, 3.0, 4.0, 5.0, 5.0]
     assert moving_mean(np.array([1.0, 1e299, 1.0, 1.0, 1.0, 1.0]), 3)[-2] == 1.0
     assert moving_mean(np.array([]), 10).tolist() == []
+
+
+def test_curves_of_the_report_have_each_step_once(tmp_path):
+    run = make_run(tmp_path / "run")  # steps 151 to 180 were repeated
+    columns = Columns(run / "metrics.jsonl")
+    columns.refresh()
+    charts = [item for item in curves(collect(run), columns) if isinstance(item, Chart)]
+    for chart in charts:
+        drawn = list(chart.series[0].x)
+        assert drawn == sorted(drawn) and len(drawn) == 301, chart.title  # of 331; the last line is in the file twice

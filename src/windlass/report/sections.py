@@ -16,7 +16,7 @@ from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, DataTable, Heat, Html, Item, Mark, Note, Section, bars, line, points
 from windlass.profile.view import run_sections
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary
-from windlass.report.columns import Columns, step_of, thin
+from windlass.report.columns import Columns, step_of, superseded, thin
 from windlass.report.funder import funder_items, joint_items
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact
@@ -160,11 +160,12 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     validation = [points("validation", [x for x, _ in passes], [y for _, y in passes])] if passes else []
     places = [(step_of(e, columns), MARKS[e.event]) for e in s.events if e.event in MARKS]
     marks = _spaced_marks([(at, label) for at, label in places if at is not None], float(np.ptp(steps)))
+    is_last = ~superseded(steps)  # of steps that were repeated, the last
     charts = [
         Chart(
             title=title,
             series=[
-                line("train" if key == "loss" else title, *thin(steps, columns.get(key) / divisor)),
+                line("train" if key == "loss" else title, *thin(steps[is_last], (columns.get(key) / divisor)[is_last])),
                 *(validation if key == "loss" else ()),
             ],
             x_title="step",
