@@ -168,6 +168,16 @@ def test_one_run_shows_the_interruption_energy_and_saves(server, open_page):
     until(page, "document.querySelector('.plot[data-key=loss]').layout.shapes.length >= 5")
     page.select_option("#more", "spread_seconds")
     page.wait_for_selector(".plot[data-key=other] .main-svg")
+    held: list = []
+    page.route("**/api/series*", lambda route: held.append(route))
+    page.select_option("#axis", "step")
+    page.select_option("#more", "data_seconds")  # while the curves of the other choice are on their way
+    while len(held) < 2:
+        page.wait_for_timeout(50)
+    for route in held:
+        route.continue_()
+    page.unroute("**/api/series*")
+    until(page, "document.querySelector('.plot[data-key=other]').layout.title.text.includes('data_seconds')")
 
 
 def test_planner_takes_numbers_saves_a_recipe_and_is_shared_by_its_address(server, open_page):

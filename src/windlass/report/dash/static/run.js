@@ -121,13 +121,15 @@ async function runPage(name, query, mine) {
     shape.legend = { ...shape.legend, x: 1, xanchor: "right", y: 1.01, yanchor: "bottom" }; /* beside the title: all plots of the page keep one size */
     plot(box, { data: traces, layout: shape });
   }
-  let have = "";
+  let have = "", turn = 0;
   async function draw(anew) {
     if (!shown.length) return;
+    if (anew) turn += 1;
+    const asked = turn;
     const keys = [...charts.keys(), "val_loss", ...(look.more ? [look.more] : [])];
     const span = zoom ? Object.fromEntries(["low", "high"].map((side, i) => [side, look.logx ? 10 ** zoom[i] : zoom[i]])) : {};
     const reply = await ask("series", { id: name, keys: keys.join(","), x: look.x, mean: look.mean, ...span, points: 900, have: anew ? "" : have });
-    if (reply.unchanged || reply.error || !mine()) return;
+    if (reply.unchanged || reply.error || !mine() || asked !== turn) return; /* another choice was made meanwhile */
     have = reply.version;
     reset.hidden = !zoom;
     const series = reply.runs[0].series;

@@ -111,13 +111,15 @@ async function runsPage(query, mine) {
     ];
     return el("tr", { "data-path": r.path }, cells.map((content, i) => el("td", { class: COLUMNS[i][2], "data-label": COLUMNS[i][0] }, content)));
   }
-  let have = "";
+  let have = "", turn = 0;
   async function draw(anew) {
     panel.hidden = picked.size === 0;
     if (anew) keepInAddress("", "", picked.size ? [...[...picked].map((name) => ["run", name]), ...Object.entries(compare)] : {});
+    if (anew) turn += 1;
+    const asked = turn;
     if (!picked.size) return;
     const reply = await ask("series", { id: [...picked].slice(0, MOST_COMPARED), keys: compare.key, x: compare.x, mean: compare.mean, points: 800, have: anew ? "" : have });
-    if (reply.unchanged || !mine()) return;
+    if (reply.unchanged || !mine() || asked !== turn) return; /* another choice was made meanwhile */
     if (reply.error) return (caption.textContent = "The ticked runs are no longer here.");
     have = reply.version;
     const shape = layout(compare.key, reply.axis_title, UNITS[compare.key] || "", 420);
