@@ -106,10 +106,15 @@ class Site:
 
     def wait_over(self, run: str, seconds: float = 150.0) -> list[str]:
         """Until no job of the run waits or runs; their states."""
-        busy = ("PENDING", "CONFIGURING", *RUNNING)
-        return self.wait(
-            f"end of {run}", lambda: (s := self.states(run)) and not any(x in busy for x in s) and s, seconds
-        )
+
+        def over() -> list[str] | None:
+            states = self.states(run)
+            if not states or any(state in ("PENDING", "CONFIGURING", *RUNNING) for state in states):
+                return None
+            time.sleep(1.0)  # a job that is about to be requeued has ended for a moment
+            return states if self.states(run) == states else None
+
+        return self.wait(f"end of {run}", over, seconds)
 
 
 def write_recipe(path: Path, name: str, *, launch: dict[str, Any] | None = None, **changes: Any) -> Path:
