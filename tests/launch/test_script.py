@@ -9,7 +9,7 @@ import pytest
 from windlass.clusters import cluster_names, load_cluster
 from windlass.errors import LaunchError
 from windlass.launch.job import BatchJob, train_job
-from windlass.launch.script import directives, render
+from windlass.launch.script import LINK_AGAIN, LINK_STOP, REQUEUE, directives, render
 
 CLUSTERS = [name for name in cluster_names() if load_cluster(name).slurm is not None]
 ACCOUNTS = {
@@ -182,3 +182,17 @@ def test_checkpoints_can_go_to_the_fast_file_system(make_recipe):
         with pytest.raises(LaunchError) as caught:
             make_job(make_recipe(cluster=cluster, launch={"checkpoints_on": name}), cluster)
         assert caught.value.code == "launch.unknown-storage" and "scratch" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "requeued"),
+    [
+        (LINK_AGAIN, 75, True),
+        (LINK_AGAIN, 138, True),  # a rank got the warning before it had a handler
+        (LINK_AGAIN, 1, False),
+        (LINK_STOP, 75, False),
+    ],
+)
+def test_a_job_that_a_signal_stopped_is_requeued(answer, code, requeued):
+    script = f"scontrol() {{ echo requeued; }}; SLURM_JOB_ID=7 answer={answer} code={code}\n{REQUEUE}"
+    assert (subprocess.check_output(["bash", "-c", script], text=True) == "requeued\n") is requeued

@@ -1,6 +1,7 @@
 """The batch script of a job as text. Pure: no files, no clock."""
 
 import math
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from windlass.units import print_seconds, print_slurm_time
 
 # Exit codes of `windlass link`: start the ranks; nothing left to do; another job is needed.
 LINK_GO, LINK_STOP, LINK_AGAIN = 0, 10, EXIT_RESUMABLE
+# Exit code of srun when the warning signal ends a rank that has no handler yet.
+KILLED_BY_WARNING = 128 + signal.SIGUSR1
 # How long the other ranks may live once the first has ended: time to finish a save, but not to waste hours.
 RANK_GRACE_SECONDS = 120
 # Rounds of a local self-chain: the run folder ends it long before.
@@ -78,8 +81,11 @@ if [ "$answer" -eq {again} ]; then
 fi"""
 
 REQUEUE = f"""\
-# Stopped early after a good save (signal, pre-emption): SLURM requeues only what it ended itself, so ask.
-if [ "$answer" -eq {LINK_AGAIN} ] && [ "$code" -eq {EXIT_RESUMABLE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi"""
+# Stopped early by a signal (pre-emption, wall time), after a save or before a rank listened to it: SLURM requeues only
+# what it ended itself, so ask.
+if [ "$answer" -eq {LINK_AGAIN} ] && [[ "$code" -eq {EXIT_RESUMABLE} || "$code" -eq {KILLED_BY_WARNING} ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi"""
 
 LOCAL = """\
 cd {workdir} || exit 1
