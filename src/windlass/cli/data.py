@@ -16,7 +16,7 @@ from windlass.cli.options import JsonOption
 from windlass.cli.output import bar, show, table, text_of, working
 from windlass.errors import ConfigError, DataError
 from windlass.files import write_atomic
-from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
+from windlass.units import parse_bytes, print_rate, print_seconds, print_text, print_tokens
 
 if TYPE_CHECKING:
     from windlass.data.store import Store
@@ -71,9 +71,9 @@ def tokenize(
         return
 
     def progress(now: TokenizeProgress) -> None:
-        rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
+        rate = print_rate(now.tokens / max(1e-3, time.monotonic() - now.started))
         rejects = f", {now.rejects:,} rejected" if now.rejects else ""
-        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate} tokens/s{rejects}"
+        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}{rejects}"
         update(min(now.done_bytes, now.total_bytes), now.total_bytes, text)
 
     with bar("tokenizing", quiet=as_json) as update:

@@ -41,7 +41,7 @@ SECTIONS = (
      ("plan", "--calibrate", "{folder}")),
     ("Predict a run that has not been made", "twice the layers: the fit has not seen it, and the plan is written first",
      ("plan", "{recipe_file}", *SECOND, "--top", "1")),
-    ("Make it", "predicted and measured are compared at the end",
+    ("Train it", "predicted and measured are compared at the end",
      ("train", "{recipe_file}", *SECOND, "--devices", "2", "--run", "{second}")),
     ("Account for energy", "energy that no sensor measured is shown as modelled or not measured, never as 0",
      ("energy", "{folder}")),

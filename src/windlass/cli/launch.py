@@ -36,6 +36,7 @@ JOB_COLUMNS = (
     "link", "job", "state", "reason", "nodes", "ran", "limit", "node-hours", "from step", "to step", "source",
 )  # fmt: skip
 
+DRY_RUN_OK = "Dry run OK: this job would be submitted. Nothing was written or submitted."
 JOB_DROP = ("source", "from step", "limit", "nodes", "node-hours", "reason")
 
 
@@ -117,8 +118,7 @@ def launch(
             print_json({**document, "would_submit": refusal is None, "refused_by": refusal and refusal.code})
         else:
             _print_scripts(prepared, scripts | stage)
-            verdict = "Dry run OK: this job would be submitted. Nothing was written or submitted."
-            show(False, None, _plan_table(prepared), _findings_table(prepared), None if refusal else verdict)
+            show(False, None, _plan_table(prepared), _findings_table(prepared), None if refusal else DRY_RUN_OK)
         if refusal is not None:
             raise refusal
         return
@@ -355,7 +355,7 @@ def submit_any(
     machine, job = command_job(["windlass", *command], cluster=cluster, folder=place, account=account)
     if dry_run:
         print(render(job, machine))
-        show(False, None, "Dry run OK: this job would be submitted. Nothing was written or submitted.")
+        show(False, None, DRY_RUN_OK)
         return
     job_id = submit_command(machine, job, after=after)
     show(False, None, f"submitted: {job_id}; log {place}/logs/{job_id}.out")
