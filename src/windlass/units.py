@@ -126,13 +126,12 @@ def print_bytes(size: float | None, digits: int = 1) -> str:
     return _scaled(size, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")], digits, " ")
 
 
-def print_rate(tokens_per_second: float | None) -> str:
+def print_rate(tokens_per_second: float | None, unit: str = " tokens/s") -> str:
     """`3,235 tokens/s`, `104.86k tokens/s`."""
     if tokens_per_second is None:
         return "not measured"
-    return (
-        f"{print_tokens(tokens_per_second) if tokens_per_second >= 1e5 else format(tokens_per_second, ',.0f')} tokens/s"
-    )
+    number = print_tokens(tokens_per_second) if tokens_per_second >= 1e5 else f"{tokens_per_second:,.0f}"
+    return number + unit
 
 
 def print_share(share: float | None, unknown: str = "unknown") -> str:

@@ -193,7 +193,7 @@ def _show_dry(
         text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
         memory = ["" if e.peak_bytes is None else print_bytes(e.peak_bytes), text_of(e.oom_chance, ".0%", "")]
         speed = [
-            print_rate(e.tokens_per_second_per_device).removesuffix(" tokens/s"),
+            print_rate(e.tokens_per_second_per_device, unit=""),
             print_share(e.mfu),
             print_seconds(e.seconds),
         ]

@@ -289,8 +289,8 @@ class Column:
 
 POINT_COLUMNS = (
     Column("devices", "devices"),
-    Column(SPEED, "tokens/s", lambda v: print_rate(v).removesuffix(" tokens/s")),
-    Column(DEVICE_SPEED, "per device", lambda v: print_rate(v).removesuffix(" tokens/s")),
+    Column(SPEED, "tokens/s", lambda v: print_rate(v, unit="")),
+    Column(DEVICE_SPEED, "per device", lambda v: print_rate(v, unit="")),
     Column("mfu", "MFU", print_share, missing="unknown"),
     Column("memory_bytes", "memory", print_bytes),
     Column("predicted_memory_bytes", "predicted", print_bytes),

@@ -491,7 +491,7 @@ def check_chain(job: BatchJob, expected_links: int | None) -> list[Finding]:
     """Whether the jobs that are submitted are enough for the whole run."""
     if expected_links is None or job.chain == "self" or expected_links <= job.links:
         return []
-    text = f"{job.links} of about {expected_links} jobs that the whole run needs {'is' if job.links == 1 else 'are'} asked for"
+    text = f"the whole run needs about {expected_links} jobs, and {job.links} would be submitted"
     return [Finding("chain", "note", text, f"--chain {expected_links}, or --chain self: each job submits the next")]
 
 

@@ -21,7 +21,7 @@ from windlass.runs.folder import Run
 from windlass.runs.lock import holder
 
 # The best of sixty products: of processor time, so that other programs on the machine do not count.
-PRODUCT = """\
+TIMED_PRODUCTS = """\
 import time, numpy
 a = numpy.ones((512, 512), numpy.float32)
 times = []
@@ -166,7 +166,7 @@ def write_recipe(story: Story) -> None:
 def measure_core(story: Story) -> float:
     """TFLOP/s of one core in fp32, written to the device file that the demo's commands read."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    argv = [sys.executable, "-c", PRODUCT]
+    argv = [sys.executable, "-c", TIMED_PRODUCTS]
     done = subprocess.run(argv, env={**os.environ, **threads}, capture_output=True, text=True, check=True)
     text = DEVICES.format(tflops=float(done.stdout), on=time.strftime("%Y-%m-%d", time.gmtime()))
     write_atomic(story.config / "windlass" / "clusters" / "devices.toml", text)

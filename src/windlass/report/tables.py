@@ -229,7 +229,7 @@ def checkpoint_table(summary: RunSummary) -> DataTable:
 
 
 PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
-    "tokens/s": lambda value: print_rate(value).removesuffix(" tokens/s"),
+    "tokens/s": lambda value: print_rate(value, unit=""),
     "MFU": lambda value: print_share(value, "not measured"),
     "bytes": print_bytes,
     "kWh": lambda value: kwh(value, "not measured"),

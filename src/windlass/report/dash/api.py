@@ -54,6 +54,8 @@ MAX_LOOKED = 1000
 # Pages that need all of every run show the newest.
 MAX_WHOLE_RUNS = 500
 MAX_MEAN_LINES = 100_000
+# A spreadsheet takes a text that begins with one of these characters for a formula.
+FORMULA_STARTS = "=+-@\t\r"
 MAX_MARKED_EVENTS = 60
 MARKED = (
     "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",
@@ -239,11 +241,10 @@ def series_csv(folder: Folder, query: Query) -> str:
     """Every line of one metric, not the thinned curve; `repeated` is 1 where a later line does the step again."""
     key, file = _one(query, "key"), io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    # A spreadsheet takes a text that begins with one of these characters for a formula.
     names = ("run", "step", "tokens", "hours", "kwh", key)
-    writer.writerow([text.lstrip("=+-@\t\r") for text in names] + ["repeated"])
+    writer.writerow([text.lstrip(FORMULA_STARTS) for text in names] + ["repeated"])
     for view in _views(folder, query):
-        columns, name = view.columns(), view.name.lstrip("=+-@\t\r")
+        columns, name = view.columns(), view.name.lstrip(FORMULA_STARTS)
         is_known = columns.get(key) == columns.get(key)
         values = [columns.get(key), *(axis(columns, x) for x in X_AXES), superseded(columns.get("step"))]
         value, steps, tokens, hours, kwh, repeated = (column[is_known].tolist() for column in values)
