@@ -13,6 +13,7 @@ from windlass.checkpoint import files
 from windlass.config import Recipe
 from windlass.runs.folder import Run
 from windlass.runs.history import read_history
+from windlass.runs.measured import columns_of
 from windlass.train.failure import DivergedError
 from windlass.train.hooks import Hook
 
@@ -109,5 +110,5 @@ def test_a_resume_names_the_damaged_checkpoint(tmp_path: Path) -> None:
     ), said
     assert any("resumed at step 10" in line and "to load" in line for line in said)
     # A start from a checkpoint says what loading it cost, as a part of the start-up.
-    first, second = read_history(run.events(), run.metrics_lines()).segments
+    first, second = read_history(run.events(), columns_of(run.metrics_lines())).segments
     assert first.load_seconds is None and 0 < second.load_seconds < second.startup_seconds

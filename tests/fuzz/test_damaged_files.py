@@ -82,13 +82,14 @@ def read_run(project: Path) -> Any:
     from windlass.launch.ledger import entries, totals
     from windlass.report.collect import collect
     from windlass.runs.history import read_history
+    from windlass.runs.measured import columns_of
     from windlass.runs.metrics import last_of_each_step
     from windlass.runs.starts import last_start
 
     run = Run(project / "runs" / "sample")
     summary = collect(run)
     described = [event.describe() for event in summary.events]
-    history = read_history(run.events(), run.metrics_lines())
+    history = read_history(run.events(), columns_of(run.metrics_lines()))
     lines = last_of_each_step(run.metrics_lines())
     values = [summary.as_dict(), described, history, lines, run.last_metrics(), run.faults(), read_ledger(run)]
     return *values, finished(run), judge(run), last_start(run), totals(entries(run, {}), "run"), scan_folder(project)

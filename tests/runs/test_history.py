@@ -6,6 +6,7 @@ import pytest
 
 from windlass.runs.events import parse_event
 from windlass.runs.history import read_history
+from windlass.runs.measured import columns_of
 from windlass.runs.metrics import MetricsLine
 
 
@@ -14,7 +15,7 @@ def metric(step: int, time: float) -> MetricsLine:
 
 
 def history(events: list[dict], lines: list[MetricsLine]):
-    return read_history([parse_event(event) for event in events], lines)
+    return read_history([parse_event(event) for event in events], columns_of(lines))
 
 
 def test_a_run_that_was_killed_once() -> None:

@@ -93,6 +93,7 @@ def scan_folder(folder: Path) -> FolderContents:
     from windlass.config.load import kind_of, read_toml
     from windlass.runs import Run, history
     from windlass.runs.events import known_int
+    from windlass.runs.measured import columns_of
 
     def matches(*patterns: str) -> list[Path]:
         return [path for pattern in patterns for path in sorted(folder.glob(pattern))][:MAX_FILES]
@@ -118,7 +119,7 @@ def scan_folder(folder: Path) -> FolderContents:
     runs = []
     for path in matches("runs/*/config.json"):
         run = Run(path.parent)
-        segments, last = history.read_history(run.events(), []).segments, run.last_metrics()
+        segments, last = history.read_history(run.events(), columns_of([])).segments, run.last_metrics()
         times = [segments[-1].ended_at] if segments else []
         times += [last.time] if last.time is not None else []
         state = segments[-1].end if segments else "submitted"

@@ -129,13 +129,14 @@ def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
     """An error for values that are nested more than MAX_TABLE_DEPTH deep, and for integers of more than 64 bits."""
     level: list[Any] = [raw]
     for _ in range(MAX_TABLE_DEPTH):
-        inner = [value for table in level for value in (table.values() if isinstance(table, Mapping) else table)]
+        inner = [value for table in level for value in (table if isinstance(table, list) else table.values())]
         if large := [value for value in inner if isinstance(value, int) and abs(value) >= 2**63]:
             message = f"{where}: an integer of {large[0].bit_length()} bits"
             raise ConfigError("config.number-too-large", message, hint=INTEGER_HINT)
-        level = [value for value in inner if isinstance(value, (Mapping, list))]
-    if level:
-        raise _too_deep(where)
+        level = [value for value in inner if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise _too_deep(where)
 
 
 def _too_deep(where: str) -> ConfigError:

@@ -20,7 +20,7 @@ from windlass.profile.trace import Floats
 from windlass.runs import Run
 from windlass.runs.events import ProcessStart, Started
 from windlass.runs.history import read_history
-from windlass.runs.measured import measure_lines
+from windlass.runs.measured import columns_of, measure
 from windlass.runs.metrics import MetricsLine
 
 # Nats per token. Two seeds of one small model differ by about this much; a fault in a kernel or in the data by more.
@@ -120,9 +120,10 @@ def measure_performance(run: Run, lines: Sequence[MetricsLine], manifest: Mappin
     events = list(run.events())
     start = next((e for e in reversed(events) if isinstance(e, ProcessStart)), Started())
     devices = start.world_size or manifest.get("world_size")
-    measured = measure_lines(lines, devices)
+    column = columns_of(lines)
+    measured = measure(column, devices)
     energy = run_energy(read_ledger(run), recipe, measured.tokens, measured.step)
-    history = read_history(events, lines)
+    history = read_history(events, column)
     return RunPerformance(
         label=run.name,
         devices=devices,

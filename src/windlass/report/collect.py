@@ -19,7 +19,6 @@ from windlass.files import FileStamps, file_stamps, read_json, read_json_lines
 from windlass.models.presets import model_spec
 from windlass.report.columns import SAMPLE_LINES, Columns
 from windlass.runs.events import (
-    MAX_NUMBER,
     CheckpointRemoved,
     Evaluated,
     Event,
@@ -38,7 +37,7 @@ from windlass.runs.events import (
     parse_event,
 )
 from windlass.runs.folder import Run, open_run
-from windlass.runs.history import RunHistory, StepTime, read_history
+from windlass.runs.history import RunHistory, read_history
 from windlass.runs.measured import Measured, known, last_known, measure, recent_median
 from windlass.units import print_text
 
@@ -47,8 +46,6 @@ BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollbac
 # Of which a list of events has too many, or too long ones.
 HIDDEN_EVENTS = ("removed", "interval", "expert_loads", "layers")
 SILENT_SECONDS = 120.0
-# Goodput is summed over at most so many metrics lines, evenly spread: its error is then far below a thousandth.
-MAX_HISTORY_LINES = 20_000
 # What a row of a list is made from: these columns; of a long file lines spread evenly and its tail, with more than the
 # 200 lines of the medians.
 BRIEF_FILE_BYTES, BRIEF_LINES, BRIEF_TAIL_BYTES = 256 << 10, 100, 160 << 10
@@ -169,7 +166,7 @@ def collect(
     else:
         ledger = _ledger(run.path.absolute(), file_stamps(run.energy_file, run.events_file))
     energy = run_energy(ledger, recipe, tokens, measured.step, predicted.get("mwh"), factors)
-    history = read_history(events, _history_lines(columns))
+    history = read_history(events, columns.get)
     return RunSummary(
         path=str(run.path),
         status=status,
@@ -315,25 +312,6 @@ def _plan_rows(
         ("energy of the whole run, kWh", "mwh", 1e3, energy.carbon.kwh if energy.carbon and is_complete else None),
     )
     return [(title, predicted[key] * scale, value) for title, key, scale, value in rows if key in predicted]
-
-
-def _history_lines(columns: Columns) -> list[StepTime]:
-    """At most MAX_HISTORY_LINES lines, with those on both sides of each resume: they say how many steps were lost."""
-    steps = columns.get("step")
-    evenly = np.linspace(0, len(steps) - 1, min(len(steps), MAX_HISTORY_LINES)).astype(np.int64)
-    backwards = np.nonzero(np.diff(steps) <= 0)[0][:MAX_HISTORY_LINES]
-    kept = np.unique(np.concatenate([evenly, backwards, backwards + 1]))
-
-    def values(key: str, *, is_integer: bool) -> list[Any]:
-        column = columns.get(key)[kept]
-        is_known = (np.abs(column) < MAX_NUMBER) & (not is_integer or column == np.floor(column))  # NaN is not
-        numbers = np.where(is_known, column, 0.0).astype(np.int64 if is_integer else np.float64).astype(object)
-        numbers[~is_known] = None
-        return list(numbers)
-
-    steps_done, tokens = values("step", is_integer=True), values("tokens", is_integer=True)
-    seconds, times = values("step_seconds", is_integer=False), values("time", is_integer=False)
-    return list(map(StepTime, steps_done, tokens, seconds, times))
 
 
 def _checkpoints(run: Run, events: Sequence[Event]) -> list[dict[str, Any]]:

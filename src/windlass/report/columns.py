@@ -131,14 +131,16 @@ class Columns:
 
     def _add(self, lines: Sequence[bytes]) -> None:
         try:  # one call for the whole block is three times as fast; one damaged line makes it fail
-            objects = [line for line in lines if line.endswith(b"}")]  # without a line that was torn
-            values = list(parse_json(b"[" + b",".join(objects) + b"]"))
+            whole = [line for line in lines if line.endswith(b"}")]  # without a line that was torn
+            values = list(parse_json(b"[" + b",".join(whole) + b"]"))
         except ValueError:
             values = []
             for line in lines:
                 with contextlib.suppress(ValueError):
                     values.append(parse_json(line))
-        rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
+        rows = [
+            v for v in values if isinstance(v, dict) and type(v.get("step")) in (int, float) and -1 < v["step"] < 2**53
+        ]
         if not rows:
             return
         for key in set(self._data).union(*rows) if self._keys is None else self._keys:

@@ -5,10 +5,14 @@ Pure functions of the events and the metrics lines.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 
 from windlass.runs.events import (
+    MAX_NUMBER,
     CheckpointDamaged,
     CheckpointRemoved,
     CheckpointsLost,
@@ -26,20 +30,40 @@ from windlass.runs.events import (
     SaveFailed,
     Stopped,
 )
-from windlass.runs.metrics import MetricsLine
+from windlass.runs.measured import Column, Numbers
 
 # The clocks of two hosts, of which one resumes what the other began, differ by less.
 CLOCK_SECONDS = 60.0
 _ENDS = (Stopped, Finished, FaultEvent, Hang, GaveUp)
 
 
-class StepTime(NamedTuple):
-    """What the history needs of a metrics line; ten times as fast to make."""
+@dataclass(frozen=True)
+class StepTimes:
+    """The metrics lines that have a step and a time: what the history needs of them, NaN where unknown."""
 
-    step: int | None
-    tokens: int | None
-    step_seconds: float | None
-    time: float | None
+    step: Numbers
+    tokens: Numbers
+    step_seconds: Numbers
+    time: Numbers
+
+    @classmethod
+    def read(cls, column: Column) -> Self:
+        step, tokens, step_seconds, time = (
+            np.where(np.abs(values := column(key)) < MAX_NUMBER, values, np.nan)
+            for key in ("step", "tokens", "step_seconds", "time")
+        )
+        return cls(step, tokens, step_seconds, time).where((step == np.floor(step)) & ~np.isnan(time))
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Self:
+        return type(self)(self.step[mask], self.tokens[mask], self.step_seconds[mask], self.time[mask])
+
+    def last_step(self, default: int) -> int:
+        return int(self.step.max(initial=default))
+
+    def train_seconds(self, first: int) -> float:
+        """Time in the steps after `first`. Each line's step_seconds is the mean over the steps since the line before."""
+        before = np.maximum.accumulate(np.concatenate([[first], self.step]))[:-1]
+        return float(np.nansum(np.maximum(0, self.step - before) * self.step_seconds))
 
 
 @dataclass(frozen=True)
@@ -99,13 +123,13 @@ class RunHistory:
     clock_jumped_at: float | None = None
 
 
-def read_history(events: Iterable[Event], lines: Iterable[MetricsLine | StepTime]) -> RunHistory:
-    """Segments and goodput. Events and lines may be missing or repeated; those without a time are left out."""
+def read_history(events: Iterable[Event], column: Column) -> RunHistory:
+    """Segments and goodput. Events and metrics lines may be missing or repeated; those without a time are left out."""
     events = [e for e in events if e.time is not None]
-    lines = [m for m in lines if m.time is not None and m.step is not None]
+    lines = StepTimes.read(column)
     begins = [i for i, e in enumerate(events) if isinstance(e, ProcessStart)]
     stalls = sorted(e.stall_seconds for e in events if isinstance(e, Saved) and e.stall_seconds is not None)
-    times = [[_time(item) for item in items] for items in (events, lines)]
+    times = [[_time(event) for event in events], lines.time.tolist()]
     jumps = [b for series in times for a, b in pairwise(series) if b < a - CLOCK_SECONDS]
     segments: list[Segment] = []
     wall = active = useful = node_hours = None
@@ -122,8 +146,9 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine | StepTime
     else:  # without comparable times only what the events count themselves is known
         lost = sum(e.lost_steps or 0 for e in events if isinstance(e, Resumed))
         lost += sum(max(0, (e.step or 0) - (e.to_step or 0)) for e in events if isinstance(e, RolledBack))
-    last = max((m for m in lines if m.tokens is not None), key=lambda m: m.step or 0, default=None)
-    lost_tokens = round(lost * (last.tokens or 0) / last.step) if last is not None and last.step else None
+    counted = lines.where(~np.isnan(lines.tokens))
+    at = int(counted.step.argmax()) if len(counted.step) else None
+    tokens_per_step = counted.tokens[at] / counted.step[at] if at is not None and counted.step[at] else None
     saves, failed_saves, faults, resumes = (
         sum(isinstance(e, kind) for e in events) for kind in (Saved, SaveFailed, FaultEvent, Resumed)
     )
@@ -136,7 +161,7 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine | StepTime
         goodput=_share(useful, wall),
         goodput_active=_share(useful, active),
         lost_steps=lost,
-        lost_tokens=lost_tokens if lost else 0,
+        lost_tokens=0 if not lost else None if tokens_per_step is None else round(lost * float(tokens_per_step)),
         saves=saves,
         failed_saves=failed_saves,
         faults=faults + sum(s.end == "cut off" for s in segments),
@@ -163,30 +188,28 @@ def expected_saves(events: Iterable[Event]) -> list[Saved]:
     return [saves[step] for step in sorted(saves)]
 
 
-def _time(item: Event | MetricsLine | StepTime) -> float:
-    return item.time or 0.0
+def _time(event: Event) -> float:
+    return event.time or 0.0
 
 
-def _segment(
-    events: Sequence[Event], all_lines: Sequence[MetricsLine | StepTime], begin: int, end: int | None
-) -> Segment:
+def _segment(events: Sequence[Event], all_lines: StepTimes, begin: int, end: int | None) -> Segment:
     own = events[begin:end]
     start = own[0]
     assert isinstance(start, ProcessStart)
     until = float("inf") if end is None else _time(events[end])
-    lines = [m for m in all_lines if _time(start) <= _time(m) < until]
+    lines = all_lines.where((all_lines.time >= _time(start)) & (all_lines.time < until))
     first = _start_step(start)
-    last = max([first, *(m.step or 0 for m in lines)])
+    last = lines.last_step(first)
     kept = last if end is None else _start_step(events[end])
     # (lines, first step, kept step) between rollbacks; each rollback drops what follows its target.
     stretches, remaining, at = [], lines, first
     for rollback in [e for e in own if isinstance(e, RolledBack)]:
-        part = [m for m in remaining if _time(m) <= _time(rollback)]
-        stretches.append((part, at, rollback.to_step or 0))
-        remaining, at = remaining[len(part) :], rollback.to_step or 0
+        is_before = remaining.time <= _time(rollback)
+        stretches.append((remaining.where(is_before), at, rollback.to_step or 0))
+        remaining, at = remaining.where(~is_before), rollback.to_step or 0
     stretches.append((remaining, at, kept))
     close = next((e for e in own if isinstance(e, _ENDS)), None)
-    signs = [_time(m) for m in lines]
+    signs = [float(lines.time.max())] if len(lines.time) else []
     signs += [_time(e) for e in own if not isinstance(e, Restarted)] if close is None else [_time(close)]
     compiled = next((e for e in own if isinstance(e, Compiled) and e.seconds is not None), None)
     began_at = _time(start)
@@ -205,23 +228,14 @@ def _segment(
         startup_seconds=compiled.seconds if compiled else None,
         load_seconds=start.load_seconds if isinstance(start, Resumed) else None,
         stall_seconds=sum(e.stall_seconds or 0.0 for e in own if isinstance(e, Saved)),
-        train_seconds=sum(_train_seconds(part, at) for part, at, _ in stretches),
-        lost_seconds=sum(
-            _train_seconds([m for m in part if (m.step or 0) > to], max(at, to)) for part, at, to in stretches
-        ),
-        lost_steps=sum(max([0, *((m.step or 0) - max(at, to) for m in part)]) for part, at, to in stretches),
+        train_seconds=sum(part.train_seconds(at) for part, at, _ in stretches),
+        lost_seconds=sum(part.where(part.step > to).train_seconds(max(at, to)) for part, at, to in stretches),
+        lost_steps=sum(part.last_step(max(at, to)) - max(at, to) for part, at, to in stretches),
     )
 
 
 def _start_step(event: Event) -> int:
     return event.step or 0 if isinstance(event, Resumed) else 0
-
-
-def _train_seconds(lines: Sequence[MetricsLine | StepTime], first: int) -> float:
-    """Each line's step_seconds is the mean over the steps since the line before."""
-    steps = [m.step or 0 for m in lines]
-    new_steps = (max(0, step - before) for step, before in zip(steps, accumulate([first, *steps], max), strict=False))
-    return sum((count * (m.step_seconds or 0.0) for count, m in zip(new_steps, lines, strict=True)), 0.0)
 
 
 def _share(part: float | None, total: float | None) -> float | None:

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from windlass.runs.metrics import MetricsLine
 
 Numbers = npt.NDArray[np.float64]
+# The values of a key of metrics.jsonl in the file's order, NaN where unknown.
+Column = Callable[[str], Numbers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,7 @@ class Measured:
     slowest_rank: int | None  # newest
 
 
-def measure(column: Callable[[str], Numbers], devices: int | None) -> Measured:
-    """`column`: the values of a key of metrics.jsonl in the file's order, NaN where unknown."""
+def measure(column: Column, devices: int | None) -> Measured:
     speed, device_speed = (recent_median(column(f"tokens_per_second{end}")) for end in ("", "_per_device"))
     if device_speed is None and speed is not None and devices:
         device_speed = speed / devices
@@ -55,9 +56,9 @@ def measure(column: Callable[[str], Numbers], devices: int | None) -> Measured:
     )
 
 
-def measure_lines(lines: Iterable[MetricsLine], devices: int | None) -> Measured:
+def columns_of(lines: Iterable[MetricsLine]) -> Column:
     counted = [line for line in lines if line.step is not None]
-    return measure(lambda key: np.array([getattr(line, key) for line in counted], dtype=np.float64), devices)
+    return lambda key: np.array([getattr(line, key) for line in counted], dtype=np.float64)
 
 
 def known(values: Numbers) -> Numbers:

@@ -27,7 +27,7 @@ from windlass.launch.sweep.points import SweepPoint
 from windlass.layout.types import AXES, REPLICA_AXES
 from windlass.runs.events import Started
 from windlass.runs.folder import Run
-from windlass.runs.measured import measure_lines
+from windlass.runs.measured import columns_of, measure
 
 # Of a sweep over recipes, with the sweep's axes after the first four. `step_spread` is (90th - 10th percentile) /
 # median of the step times; predicted memory is what the run would show as its peak, needed memory what must fit
@@ -120,7 +120,8 @@ def measured(run: Run) -> Row:
     """From the run folder, as its report has them; energy per token and per step without the start. None: not
     measured."""
     logged = list(run.metrics_lines())
-    figures, ledger = measure_lines(logged, next(run.events(Started), Started()).world_size), read_ledger(run)
+    figures = measure(columns_of(logged), next(run.events(Started), Started()).world_size)
+    ledger = read_ledger(run)
     lines = [line.as_dict() for line in logged]
     kept = lines[SKIP_LINES:] if len(lines) > SKIP_LINES + 2 else lines
     steps = _numbers(kept, "step_seconds")
