@@ -75,10 +75,14 @@ class EncodedExamples:
         counts = np.bincount(np.array([int(t) for t in self.targets]), minlength=len(self.labels))
         return [len(self) / (len(self.labels) * count) if count else 0.0 for count in counts.tolist()]
 
-    def pad_rows(self, indexes: Sequence[int], *, count: int) -> PaddedBatch:
-        """These examples as `count` rows; rows beyond them repeat the last one and do not count."""
+    def pad_rows(
+        self, indexes: Sequence[int], *, count: int, width_multiple: int = 1, max_width: int = 0
+    ) -> PaddedBatch:
+        """These examples as `count` rows; rows beyond them repeat the last one and do not count. As wide as the longest
+        text, or the next `width_multiple` up to `max_width`."""
         rows = [*indexes, *[indexes[-1]] * (count - len(indexes))]
-        width = int(max(self.lengths[i] for i in rows))
+        longest = int(max(self.lengths[i] for i in rows))
+        width = max(longest, min(max_width, -(-longest // width_multiple) * width_multiple))
         tokens = np.full((count, width), self.pad, dtype=np.int64)
         segments = np.full((count, width), -1, dtype=np.int64)
         targets = empty_targets(self.tune.task, count, width, len(self.labels))

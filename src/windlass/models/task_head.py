@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,21 @@ class TaskHead:
         """The summed loss of what counts, twice: to descend and to report."""
         logits = logits.float()
         if self.task in ("classify", "tag", "masked"):
-            weight = None if self.class_weights is None else logits.new_tensor(self.class_weights)
+            weight = None if self.class_weights is None else constant(self.class_weights, logits.device)
             loss = F.cross_entropy(
                 logits.flatten(0, -2), targets.flatten(), weight=weight, reduction="sum", ignore_index=IGNORED
             )
         else:
-            counted = ~targets.isnan()
-            values, goals = logits.view(targets.shape)[counted], targets[counted].float()
-            is_number = self.task == "regress"
-            loss = (F.mse_loss if is_number else F.binary_cross_entropy_with_logits)(values, goals, reduction="sum")
+            counted, goals = ~targets.isnan(), targets.nan_to_num().float()
+            loss_of = F.mse_loss if self.task == "regress" else F.binary_cross_entropy_with_logits
+            loss = (loss_of(logits.view(targets.shape), goals, reduction="none") * counted).sum()
         return torch.stack((loss, loss.detach()))
+
+
+@cache
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Kept on the device: copying it there would end the recording of a CUDA graph."""
+    return torch.tensor(values, device=device)
 
 
 def masked_head(tune: TuneConfig | None) -> TaskHead | None:

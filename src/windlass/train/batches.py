@@ -27,7 +27,7 @@ MicroBatch = tuple[Tensor, Tensor, Tensor | None]
 class ExampleBatch:
     """A rank's part of a step of examples, and what the summed loss of all ranks is divided by."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[tuple[Tensor, Tensor, Tensor]]
     counted: float
 
 

@@ -18,7 +18,7 @@ from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import IGNORED, StepSpec
 from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
-from windlass.train.capture import Replayed, obstacle
+from windlass.train.capture import Replayed, ReplayedByShape, obstacle
 from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
 from windlass.train.instruments import AttentionLogits, Instruments, QKClip
@@ -90,12 +90,15 @@ class Stepper:
         train, qk_clip = recipe.train, recipe.optim.qk_clip
         self.logits = AttentionLogits(parts, world) if train.instruments or qk_clip else None
         self.qk_clip = QKClip(self.logits, optimizer, qk_clip) if self.logits is not None and qk_clip else None
+        if self.logits is not None and self.qk_clip is not None:
+            self.logits.attach()
         self.instruments = Instruments(parts, optimizer, world, self.replication) if train.instruments else None
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
         # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
         self.replayed: Replayed | None = None
+        self.replayed_pass: ReplayedByShape | None = None
         if recipe.train.capture:
             reason = obstacle(recipe, spec, world)
             parts.notes.append(
@@ -107,14 +110,17 @@ class Stepper:
         elif recipe.tune is not None and recipe.tune.reads_examples and world.size == 1:
             # Passes over a few short texts end before the host has launched the updates of two hundred tensors.
             optimizer.replay_updates(keep_gradients=True)
+            if optimizer.keep_gradients and spec.recompute == "none":
+                self.replayed_pass = ReplayedByShape(self._pass)
 
     def step(
         self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float, *, measure: bool = False
     ) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1); `measure`: look at every layer."""
         instruments = self.instruments if measure else None
-        if instruments is not None:
+        if instruments is not None and self.logits is not None:
             instruments.begin()
+            self.logits.attach()
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
         (loss, norm, auxiliary), further, routed = self._reduce()
@@ -130,7 +136,10 @@ class Stepper:
             largest = self.logits.largest()
             if self.qk_clip is not None:
                 self.qk_clip.apply(largest, reason == 0)
-            layers = None if instruments is None else instruments.finish(largest)
+            if instruments is not None:
+                layers = instruments.finish(largest)
+            if self.qk_clip is None:
+                self.logits.detach()
         routing, loads = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
@@ -163,7 +172,12 @@ class Stepper:
             self.logits.clear()
         if isinstance(tokens, ExampleBatch):
             self.scale = 1.0 / tokens.counted
-            return self._run_micro_batches(tokens.micro_batches)
+            if self.replayed_pass is None:
+                return self._run_micro_batches(tokens.micro_batches)
+            self.beat("forward")
+            scale = torch.full((), self.scale, device=self.world.device)
+            self._sums += [self.replayed_pass(*inputs, scale) for inputs in tokens.micro_batches]
+            return None
         ignored: Tensor | None = None
         pairs: Tensor | None = None
         count = 0
@@ -193,6 +207,11 @@ class Stepper:
                 self.parts.tie.collect()
             return None
         return self._run_micro_batches(self._micro_batches(inputs, targets, numbers))
+
+    def _pass(self, inputs: Tensor, targets: Tensor, segments: Tensor, scale: Tensor) -> Tensor:
+        sums: Tensor = self.parts.modules[0](inputs, targets, segments)
+        (sums[0] * scale).backward()
+        return sums.detach()
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> list[MicroBatch]:
         size = self.plan.layout.micro_batch

@@ -30,11 +30,13 @@ from windlass.layout.types import IGNORED, Layout
 from windlass.models.task_head import TaskHead
 from windlass.runs.folder import Run
 from windlass.runs.scores import EvalScore, append_scores, wilson_interval
-from windlass.train.batches import BatchPlan, ExampleBatch, MicroBatch
+from windlass.train.batches import BatchPlan, ExampleBatch
 from windlass.train.label_metrics import label_scores
 from windlass.train.mesh import World
 from windlass.train.parallelize import ModelParts
 from windlass.train.validate import HeldOutLoss, Validation, without_dropout
+
+GPU_WIDTH_MULTIPLE = 32
 
 
 def tunes_examples(recipe: Recipe) -> bool:
@@ -144,20 +146,43 @@ class ExampleReader:
         chosen = self.plan.order.step(self.step)
         self.step += 1
         parts = micro_batches(chosen, layout.micro_batch, layout.accumulation, layout.data, self.world.data_rank)
-        rows = [pad(examples, part, layout.micro_batch, self.world.device, int(chosen[-1])) for part in parts]
+        # A GPU records its kernels once for each width: there must be few.
+        width_multiple = GPU_WIDTH_MULTIPLE if self.world.cuda else 1
+        rows = [
+            pad(
+                examples,
+                part,
+                layout.micro_batch,
+                self.world.device,
+                int(chosen[-1]),
+                width_multiple,
+                self.plan.seq_len,
+            )
+            for part in parts
+        ]
         return ExampleBatch(rows, examples.counted(chosen.tolist(), self.stream.weights)), None
 
     def close(self) -> None: ...
 
 
-def pad(examples: EncodedExamples, part: list[int], count: int, device: torch.device, spare: int) -> MicroBatch:
+def pad(
+    examples: EncodedExamples,
+    part: list[int],
+    count: int,
+    device: torch.device,
+    spare: int,
+    width_multiple: int = 1,
+    max_width: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """A micro-batch on the device. One without examples computes a short text that does not count: every rank takes
     part in every reduction."""
-    batch = examples.pad_rows(part or [spare], count=count)
+    batch = examples.pad_rows(part or [spare], count=count, width_multiple=width_multiple, max_width=max_width)
     if not part:
         batch.targets[...] = np.nan if batch.targets.dtype.kind == "f" else IGNORED
-    tokens, targets, segments = (torch.from_numpy(a) for a in (batch.tokens, batch.targets, batch.segments))
-    return tuple(t.to(device, non_blocking=True) for t in (tokens, targets, segments))  # type: ignore[return-value]
+    tokens, targets, segments = (
+        torch.from_numpy(a).to(device, non_blocking=True) for a in (batch.tokens, batch.targets, batch.segments)
+    )
+    return tokens, targets, segments
 
 
 def longest_batch(stream: ExampleStream, plan: ExamplePlan, world: World) -> ExampleBatch:
