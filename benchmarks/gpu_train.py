@@ -116,6 +116,7 @@ def rows() -> list[Row]:
         Row("windlass-3b", "windlass", DENSE_3B),
         Row("windlass-1.1b-32k", "windlass", SMALL_32K),
         Row("windlass-1.1b-muon", "windlass", SMALL, optim={"name": "muon"}),
+        Row("windlass-1.1b-instruments", "windlass", SMALL, {"instruments": 10}, note="every layer, one step of ten"),
         Row("windlass-1.1b-qk-norm", "windlass", SMALL, model={"qk_norm": "head"}),
         Row("windlass-1.1b-8k", "windlass", SMALL_8K),
         Row("windlass-1.1b-8k-documents", "windlass", SMALL_8K, document_tokens=1024),

@@ -49,7 +49,7 @@ def stepping(training: Training) -> Iterator[Callable[[float], StepResult]]:
 
     def step(lr: float) -> StepResult:
         tokens, documents = next(batches)
-        result: StepResult = training.stepper.step(tokens, documents, lr)
+        result: StepResult = training.stepper.step(tokens, documents, lr, measure=loop.measures_layers(training))
         training.progress.advance(training.plan)
         return result
 

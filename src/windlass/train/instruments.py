@@ -35,20 +35,32 @@ class AttentionLogits:
         first = parts.modules[0]
         specs = [branch.block for layer in first.spec.layers() for branch in layer.branches] if first.divisible else []
         self.shape = (first.num_layers, max((getattr(spec, "heads", 0) for spec in specs), default=0))
+        self.own = {
+            row: torch.full((block.wq.weight.shape[0] // block.head_dim // world.layout.tensor,), -math.inf).to(
+                world.device
+            )
+            for row, (_, block) in self.blocks.items()
+        }
+
+    def attach(self) -> None:
+        """From now on forward passes look for the largest logits, at about 1 % of a step."""
+        for row, (_, block) in self.blocks.items():
+            block.max_logits = self.own[row]
+
+    def detach(self) -> None:
         for _, block in self.blocks.values():
-            heads = block.wq.weight.shape[0] // block.head_dim // world.layout.tensor
-            block.max_logits = torch.full((heads,), -math.inf, device=world.device)
+            block.max_logits = None
 
     def clear(self) -> None:
-        for _, block in self.blocks.values():
-            block.max_logits.fill_(-math.inf)
+        for values in self.own.values():
+            values.fill_(-math.inf)
 
     def largest(self) -> Tensor:
         """Over all ranks; minus infinity where there is none."""
         values = torch.full(self.shape, -math.inf, device=self.world.device)
-        for row, (_, block) in self.blocks.items():
-            first = self.world.coordinate("tp") * len(block.max_logits)
-            values[row, first : first + len(block.max_logits)] = block.max_logits
+        for row, own in self.own.items():
+            first = self.world.coordinate("tp") * len(own)
+            values[row, first : first + len(own)] = own
         if self.world.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values

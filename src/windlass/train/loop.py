@@ -201,8 +201,7 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
             tokens, documents = next(batches)
             each(hooks, "on_step_begin", training)
             lr = learning_rate(recipe.optim, *plan.schedule_position(progress.step, progress.tokens))
-            every = recipe.train.instruments
-            measure = {"measure": True} if every and (progress.step + 1) % every == 0 else {}
+            measure = {"measure": True} if measures_layers(training) else {}
             result = training.stepper.step(tokens, documents, lr, **measure)
             result.data_seconds = batches.wait_seconds
             progress.advance(plan)
@@ -312,6 +311,12 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
     if training.world.cuda and training.recipe.train.engine == "native":
         training.say(trial_step(training))
     checkpoints.timer.restart(training.step, training.tokens)
+
+
+def measures_layers(training: Training) -> bool:
+    """Whether the next step looks at every layer (train.instruments)."""
+    every = training.recipe.train.instruments
+    return bool(every) and (training.step + 1) % every == 0
 
 
 def trial_step(training: Training) -> str:
