@@ -416,6 +416,26 @@ def _once(named: list[str], name: str) -> str:
     return "" if named[-2:-1] == [name] else name
 
 
+def buckets() -> str:
+    """Predicted: data-parallel traffic that no compute hides, by the size of a bucket; one sequence per device and step."""
+    places = {"NVLink, 4 H100": ("snellius-h100", 1, 4), "Slingshot, 1,024 GCDs": ("lumi-g", 128, 1024)}
+    sizes = {"one layer": "", "1 GB": ",bucket=1 GB", "all layers": ",bucket=16 GB"}
+    rows = []
+    for place, (cluster, nodes, devices) in places.items():
+        for shard in ("none", "full"):
+            batch = f"data.batch_tokens={devices * 4096}"
+            recipe = ("recipes/gptnl_1b_snellius.toml", f"cluster={cluster}", f"nodes={nodes}", batch)
+            plans = [
+                ask("plan", *recipe, "--why", f"shard={shard},micro_batch=1{size}")["why"]["plan"]
+                for size in sizes.values()
+            ]
+            milliseconds = [
+                f"{1e3 * plan['step_terms_seconds'].get('data-parallel traffic', 0.0):,.1f}" for plan in plans
+            ]
+            rows.append([place, f"`{shard}`", *milliseconds, f"{1e3 * plans[0]['step_seconds']:,.0f}"])
+    return table(["network", "`layout.shard`", *(f"{name}: ms exposed" for name in sizes), "step, ms"], rows)
+
+
 CHANGES = {
     "no-compile": "not compiled", "flash2": "flash attention 2 instead of the automatic choice", "plain-loss": "full logits instead of chunks",
     "fuse": "fused projections", "no-fuse": "separate projections", "recompute-full": "full recompute", "recompute-selective": "selective recompute",
@@ -545,7 +565,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gptnl-scaling": gptnl_scaling, "lumi-carbon": lumi_carbon, "lumi-scaling": lumi_scaling, "lumi-languages": lumi_languages,
     "gptnl-days": gptnl_days,
     "hackathon": hackathon, "hackathon-matrix": hackathon_matrix, "techniques-cpu": techniques_cpu, "techniques-gpu": techniques_gpu,
-    "techniques-pairs": techniques_pairs, "gpu-peers": gpu_peers, "fits": fits,
+    "techniques-pairs": techniques_pairs, "buckets": buckets, "gpu-peers": gpu_peers, "fits": fits,
 }  # fmt: skip
 FROM_PLANNER = {
     "italia",
@@ -556,6 +576,7 @@ FROM_PLANNER = {
     "lumi-carbon",
     "lumi-scaling",
     "fits",
+    "buckets",
 }
 """Tables whose figures change a little with the planner: within 10 % they count as up to date."""
 
