@@ -19,7 +19,7 @@ from windlass.launch.demo import Story, clear, measure_core, write_recipe
 def test_the_whole_story(tmp_path):
     environment = {**os.environ, "COLUMNS": "120"}
     done = subprocess.run(
-        [sys.executable, "-m", "windlass", "demo", "--steps", "60"],
+        [sys.executable, "-m", "windlass", "demo", "--steps", "28"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -33,7 +33,7 @@ def test_the_whole_story(tmp_path):
     assert events.index("fault") < events.index("resumed") < events.index("finished")
     metrics = list(read_json_lines(run / "metrics.jsonl"))
     assert metrics[0]["loss"] > 8
-    assert metrics[-1]["step"] == 60
+    assert metrics[-1]["step"] == 28
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
     assert all(m["energy_joules"] is None or m["energy_joules"] > 0 for m in metrics), "unknown is null, never 0"
     page = (run / "report.html").read_text()

@@ -53,7 +53,7 @@ def demo(
     run: Annotated[Path, typer.Option("--run", help="Folder of the demo; an earlier demo there is replaced.")] = Path(
         "runs/demo"
     ),
-    steps: Annotated[int, typer.Option("--steps", min=60, help="Optimizer steps to train.")] = 100,
+    steps: Annotated[int, typer.Option("--steps", min=24, help="Optimizer steps to train.")] = 100,
 ) -> None:
     """Run a small project on this machine's CPU in under three minutes: data, plan, training, a fault, resume, report."""
     from windlass.launch import demo as project

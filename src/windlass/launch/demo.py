@@ -101,8 +101,15 @@ class Story:
     vocab: int = 4096
     corpus_bytes: int = 3_000_000
     steps: int = 100
-    save_every: int = 25
-    kill_after: int = 30  # the worker is killed after this step, once there is a checkpoint
+
+    @property
+    def save_every(self) -> int:
+        return self.steps // 4
+
+    @property
+    def kill_after(self) -> int:
+        """The step after which a worker is killed: there is a checkpoint, and there are steps to repeat."""
+        return self.save_every + max(2, self.steps // 20)
 
     @property
     def data(self) -> Path:
