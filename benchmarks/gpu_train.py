@@ -250,6 +250,7 @@ def measure(
     joules_used = None if joules is None or used is None else used - joules
     return {
         "tokens_per_second": tokens / median, "step_ms": median * 1e3, "step_ms_min": min(gaps, default=seconds) * 1e3,
+        "step_ms_mean": seconds / timed * 1e3,
         "mfu": None if flops_per_token is None else flops_per_token * tokens / median / 989e12,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from windlass.cli import GROUPS, command, main, split_at_dashes
-from windlass.cli.output import COPIED, WORD_WIDTH, fit_columns, table, working, wrap
+from windlass.cli.output import COPIED, WORD_WIDTH, bar, fit_columns, table, working, wrap
 
 
 def printed(part, width):
@@ -84,6 +84,18 @@ def test_long_work_is_announced_on_a_terminal_only(stream, quiet, is_shown, monk
     with working("loading step-1000", quiet=quiet):
         pass
     assert ("loading step-1000" in out.getvalue()) == is_shown
+
+
+def test_a_log_gets_a_line_of_progress_each_minute(monkeypatch, capsys):
+    """What an earlier command had done (40 of 100) does not count as speed."""
+    clock = iter([0.0, 0.0, 30.0, 60.0, 61.0, 130.0])
+    monkeypatch.setattr("windlass.cli.output.time.monotonic", lambda: next(clock))
+    with bar("tokenizing") as update:
+        for done in (40, 50, 60, 61, 70):
+            update(done, 100, "tokenizing: 5M tokens")
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenizing: 5M tokens: 60%, 2 min left", "tokenizing: 5M tokens: 70%, 2 min 10 s left",
+    ]  # fmt: skip
 
 
 def test_help_has_a_group_for_every_command(capsys, monkeypatch):

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.files import json_safe
-from windlass.units import print_text
+from windlass.units import print_seconds, print_text
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ def text_of(value: float | None, form: str, unknown: str = "unknown") -> str:
 
 # A column of texts is wrapped at words to no less than this; a longer word is broken only where nothing else helps.
 TEXT_WIDTH, WORD_WIDTH = 20, 40
+# Between two lines about progress in a log.
+LOG_SECONDS = 60.0
 GAP = 2  # between columns; one more stands at each edge
 
 
@@ -175,15 +177,33 @@ def table(
 
 @contextlib.contextmanager
 def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on the error stream, if it is a terminal. Call it with the done and the total amount, and a new label."""
+    """Progress on the error stream: a bar in a terminal, elsewhere (the log of a job) a line each LOG_SECONDS. Call it
+    with the done and the total amount, and a new label."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    if not quiet and not sys.stderr.isatty():
+        yield _log_progress(label)
+        return
     label_column, eta = TextColumn("{task.description}", markup=False), TimeRemainingColumn(compact=True)
     columns = (label_column, BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("ETA"), eta)
-    is_hidden = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_hidden) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total, text=label: progress.update(task, completed=done, total=total, description=text)
+
+
+def _log_progress(label: str) -> Callable[..., None]:
+    began_at = logged_at = time.monotonic()
+    first: float | None = None  # what an earlier, interrupted command had done
+
+    def log(done: float, total: float, text: str = label) -> None:
+        nonlocal first, logged_at
+        first, now = done if first is None else first, time.monotonic()
+        if now - logged_at >= LOG_SECONDS and total:
+            logged_at = now
+            rest = f", {print_seconds((total - done) * (now - began_at) / (done - first))} left" if done > first else ""
+            print(f"{print_text(text)}: {done / total:.0%}{rest}", file=sys.stderr, flush=True)
+
+    return log
 
 
 @contextlib.contextmanager
