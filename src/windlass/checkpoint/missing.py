@@ -2,14 +2,30 @@
 
 import contextlib
 import time
+from collections.abc import Iterable
 
 from windlass.checkpoint.files import SavedCheckpoint, steps_on_disk
 from windlass.errors import CheckpointError
-from windlass.runs.events import CheckpointsLost, Saved
+from windlass.runs.events import CheckpointDamaged, CheckpointRemoved, CheckpointsLost, Event, RolledBack, Saved
 from windlass.runs.folder import Run
-from windlass.runs.history import expected_saves
 
 SCRATCH_OPTION = "--restart-from-scratch"
+
+
+def expected_saves(events: Iterable[Event]) -> list[Saved]:
+    """The saves whose checkpoints should be on the disk, by step: not removed by a keep rule, not set aside, not newer
+    than where a rollback or an earlier loss went back to."""
+    saves: dict[int, Saved] = {}
+    for event in events:
+        if isinstance(event, Saved) and event.step is not None:
+            saves[event.step] = event
+        elif isinstance(event, CheckpointRemoved):
+            saves.pop(event.step if event.step is not None else -1, None)
+        elif isinstance(event, CheckpointDamaged):
+            saves = {step: save for step, save in saves.items() if save.checkpoint != event.checkpoint}
+        elif isinstance(event, (RolledBack, CheckpointsLost)):
+            saves = {step: save for step, save in saves.items() if step <= (event.to_step or 0)}
+    return [saves[step] for step in sorted(saves)]
 
 
 def report_missing(run: Run, latest: SavedCheckpoint | None) -> str | None:

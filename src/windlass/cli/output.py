@@ -75,7 +75,7 @@ def text_of(value: float | None, form: str, unknown: str = "unknown") -> str:
 # A column of texts is wrapped at words to no less than this; a longer word is broken only where nothing else helps.
 TEXT_WIDTH, WORD_WIDTH = 20, 40
 # Between two lines about progress in a log.
-LOG_SECONDS = 60.0
+PROGRESS_SECONDS = 60.0
 GAP = 2  # between columns; one more stands at each edge
 
 
@@ -177,7 +177,7 @@ def table(
 
 @contextlib.contextmanager
 def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Progress on the error stream: a bar in a terminal, elsewhere (the log of a job) a line each LOG_SECONDS. Call it
+    """Progress on the error stream: a bar in a terminal, elsewhere (the log of a job) a line each PROGRESS_SECONDS. Call it
     with the done and the total amount, and a new label."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -198,10 +198,10 @@ def _log_progress(label: str) -> Callable[..., None]:
     def log(done: float, total: float, text: str = label) -> None:
         nonlocal first, logged_at
         first, now = done if first is None else first, time.monotonic()
-        if now - logged_at >= LOG_SECONDS and total:
+        if now - logged_at >= PROGRESS_SECONDS and total:
             logged_at = now
-            rest = f", {print_seconds((total - done) * (now - began_at) / (done - first))} left" if done > first else ""
-            print(f"{print_text(text)}: {done / total:.0%}{rest}", file=sys.stderr, flush=True)
+            left = f", {print_seconds((total - done) * (now - began_at) / (done - first))} left" if done > first else ""
+            print(f"{print_text(text)}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
 
     return log
 

@@ -85,27 +85,22 @@ def sweep(
     points = make_points(loaded)
     if to_dvc is not None:
         dvc.write_dvc(loaded, points, to_dvc)
-        show(False, None, f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
-        return
+        return show(False, None, f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
     with working(f"predicting {len(points)} points", quiet=as_json):
         points = expect.use_nearest_batches(loaded.sweep, points, cluster)
         expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
     faults = commands.check_commands(loaded, points, load_cluster(cluster) if cluster else None)
     path = run or Path("runs") / loaded.sweep.name
-    options = [
-        *(overrides or ()),
-        *(["--command", command] if command else []),
-        *(["--stage", stage] if stage else []),
-        *(["--force"] if force else []),
-    ]
+    named = {"--command": command, "--stage": stage}
+    options = [*(overrides or ()), *(text for name, value in named.items() if value for text in (name, value))]
+    options += ["--force"] if force else []
     if dry_run:
         arrays = []
         if slurm:
             sweep_run = SweepRun(loaded=loaded, folder=SweepFolder(path), points=points, expected=expected)
             chosen = pack.points_with_job(sweep_run, points, everything=everything)
             arrays = pack.prepare_packs(sweep_run, chosen, cluster=cluster, options=options)
-        _show_dry(loaded, points, expected, total, engine_profile, faults, arrays, as_json)
-        return
+        return _show_dry(loaded, points, expected, total, engine_profile, faults, arrays, as_json)
     if inside is None and not report:
         commands.refuse_commands(faults, loaded.path, force=force)
     folder = open_sweep_folder(path, loaded, points)
@@ -118,8 +113,7 @@ def sweep(
         chosen, launcher = pack.pack_of_this_task(sweep_run, inside)
         # Packs of one sweep run side by side: each has a lock of its own.
         lock = inside.with_name(f"{chosen[0].name}.lock") if chosen else None
-        _run(sweep_run, chosen, quiet=as_json, everything=everything, launcher=launcher, lock=lock)
-        return
+        return _run(sweep_run, chosen, quiet=as_json, everything=everything, launcher=launcher, lock=lock)
     if report:
         if folder.jobs_file.is_file() and slurm_available():
             pack.settle(sweep_run, SlurmScheduler())
@@ -131,16 +125,18 @@ def sweep(
             submitted = pack.submit_packs(
                 sweep_run, chosen, cluster=cluster, everything=everything, options=options, force=force
             )
-            lines = [
-                f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, "
-                f"at most {job['seconds'] / 60:.0f} min"
-                for job in submitted["packs"]
-            ]
-            when_done = f"when they are done: windlass sweep {loaded.path} --run {folder.path} --report"
-            show(as_json, submitted, *lines, when_done)
-            return
+            return _show_submitted(sweep_run, submitted, as_json)
         _run(sweep_run, chosen, quiet=as_json, everything=everything)
-    _finish(sweep_run, rank_by, pick, leaderboard, as_json)
+    return _finish(sweep_run, rank_by, pick, leaderboard, as_json)
+
+
+def _show_submitted(sweep_run: SweepRun, submitted: dict[str, Any], as_json: bool) -> None:
+    lines = [
+        f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, at most {job['seconds'] / 60:.0f} min"
+        for job in submitted["packs"]
+    ]
+    again = f"windlass sweep {sweep_run.loaded.path} --run {sweep_run.folder.path} --report"
+    show(as_json, submitted, *lines, f"when they are done: {again}")
 
 
 def _show_dry(

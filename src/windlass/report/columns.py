@@ -8,6 +8,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,8 @@ class Columns:
 
     def _add(self, lines: Sequence[bytes]) -> None:
         try:  # one call for the whole block is three times as fast; one damaged line makes it fail
-            whole = [line for line in lines if line.endswith(b"}")]  # without a line that was torn
-            values = list(parse_json(b"[" + b",".join(whole) + b"]"))
+            complete = [line for line in lines if line.endswith(b"}")]  # without a line that was torn
+            values = list(parse_json(b"[" + b",".join(complete) + b"]"))
         except ValueError:
             values = []
             for line in lines:
@@ -143,8 +144,12 @@ class Columns:
         ]
         if not rows:
             return
-        for key in set(self._data).union(*rows) if self._keys is None else self._keys:
-            values = [row.get(key) for row in rows]
+        keys = list(set(self._data).union(*rows) if self._keys is None else self._keys)
+        try:
+            table = zip(*map(itemgetter(*keys, "step"), rows), strict=True)
+        except KeyError:
+            table = zip(*([row.get(key) for key in keys] for row in rows), strict=True)
+        for key, values in zip(keys, table, strict=False):
             try:
                 numbers = np.array(values, dtype=np.float64)  # None becomes NaN
             except (TypeError, ValueError, OverflowError):

@@ -13,9 +13,6 @@ import numpy.typing as npt
 
 from windlass.runs.events import (
     MAX_NUMBER,
-    CheckpointDamaged,
-    CheckpointRemoved,
-    CheckpointsLost,
     Compiled,
     Event,
     FaultEvent,
@@ -170,22 +167,6 @@ def read_history(events: Iterable[Event], column: Column) -> RunHistory:
         median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
         clock_jumped_at=jumps[0] if jumps and begins else None,
     )
-
-
-def expected_saves(events: Iterable[Event]) -> list[Saved]:
-    """The saves whose checkpoints should be on the disk, by step: not removed by a keep rule, not set aside, not newer
-    than where a rollback or an earlier loss went back to."""
-    saves: dict[int, Saved] = {}
-    for event in events:
-        if isinstance(event, Saved) and event.step is not None:
-            saves[event.step] = event
-        elif isinstance(event, CheckpointRemoved):
-            saves.pop(event.step if event.step is not None else -1, None)
-        elif isinstance(event, CheckpointDamaged):
-            saves = {step: save for step, save in saves.items() if save.checkpoint != event.checkpoint}
-        elif isinstance(event, (RolledBack, CheckpointsLost)):
-            saves = {step: save for step, save in saves.items() if step <= (event.to_step or 0)}
-    return [saves[step] for step in sorted(saves)]
 
 
 def _time(event: Event) -> float:

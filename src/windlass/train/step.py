@@ -184,7 +184,7 @@ class Stepper:
         if isinstance(tokens, MarkedBatch):
             ignored, pairs, count = tokens.ignored, tokens.pairs, tokens.pair_count
             tokens = tokens.tokens
-        batch_tokens = self._batch_tokens(tokens)
+        batch_tokens = len(tokens) * self.world.layout.data * self.plan.seq_len  # of the whole step
         self.routers.set_scale(1.0 / batch_tokens)
         self.scale = 1.0 / batch_tokens
         if self.masking is not None:
@@ -230,10 +230,6 @@ class Stepper:
             self.beat("backward")
             (sums[0] * self.scale).backward()
         return forward
-
-    def _batch_tokens(self, tokens: Tensor) -> int:
-        """Of the whole step."""
-        return len(tokens) * self.world.layout.data * self.plan.seq_len
 
     def _counted(self, ignored: Tensor, batch_tokens: int) -> Tensor:
         """Tokens of the whole batch that are not ignored; every rank of a data group holds the same sequences."""

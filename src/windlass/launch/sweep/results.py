@@ -124,7 +124,7 @@ def measured(run: Run) -> Row:
     ledger = read_ledger(run)
     lines = [line.as_dict() for line in logged]
     kept = lines[SKIP_LINES:] if len(lines) > SKIP_LINES + 2 else lines
-    steps = _numbers(kept, "step_seconds")
+    steps = [float(line["step_seconds"]) for line in kept if _is_number(line.get("step_seconds"))]
     deciles = quantiles(steps, n=10, method="inclusive") if len(steps) >= 4 else None
     metered = [m for m in kept if _is_number(m.get("energy_joules"))]
     joules, tokens, count = (
@@ -144,10 +144,6 @@ def measured(run: Run) -> Row:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [float(m[key]) for m in lines if _is_number(m.get(key))]
 
 
 # -- results of any command -------------------------------------------------------------------------------------------
