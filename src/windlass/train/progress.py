@@ -25,6 +25,7 @@ class ProgressDisplay(Hook):
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._utilization: list[float] = []
+        self._energy_is_known = True
 
     def say(self, text: str) -> None:
         """Print a line. A full disk under the log, or a closed pipe, must not end the run."""
@@ -44,6 +45,7 @@ class ProgressDisplay(Hook):
     def on_log(self, training: Training, line: dict[str, Any]) -> None:
         if self.quiet:
             return
+        self._energy_is_known = line["energy_joules"] is not None
         if line.get("utilization") is not None:
             self._utilization.append(line["utilization"])
         if self._bar is not None:
@@ -71,6 +73,7 @@ class ProgressDisplay(Hook):
         self.say(utilization_advice(self._utilization))
         duration = print_seconds(time.monotonic() - training.started_at)
         finished = f"finished {print_tokens(training.tokens)} tokens after {duration}"
+        finished += "" if self._energy_is_known else "; energy was not measured (`windlass energy RUN` says why)"
         stopped = f"stopped after {duration}: {reason}; run the same command to resume"
         self.say(f"step {training.step}: {stopped if reason else finished}")
 
@@ -97,14 +100,15 @@ def cut_at_parts(text: str, width: int) -> str:
 
 
 def describe_line(line: dict[str, Any]) -> str:
-    """Loss, speed, MFU, and energy so far with power and joules per token of the last seconds."""
-    loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-    speed, mfu = print_rate(line["tokens_per_second"]), f"MFU {print_share(line['mfu'])}"
-    energy = ["energy not measured"]
+    """Loss, speed, MFU, and energy so far with power and joules per token of the last seconds; what is not measured is
+    said once, at the start or at the end of a run, and not in each line."""
+    parts = [f"loss {'not finite' if line['loss'] is None else format(line['loss'], '.4f')}"]
+    parts.append(print_rate(line["tokens_per_second"]))
+    if line["mfu"] is not None:
+        parts.append(f"MFU {print_share(line['mfu'])}")
     if line["energy_joules"] is not None:
-        recent = [print_watts(line["watts"])] if line.get("watts") is not None else []
-        recent += (
-            [f"{print_joules(per_token)}/token"] if (per_token := line.get("joules_per_token")) is not None else []
-        )
-        energy = [print_joules(line["energy_joules"]), *recent]
-    return "  ".join([f"loss {loss}", speed, mfu, *energy])
+        parts.append(print_joules(line["energy_joules"]))
+        parts += [print_watts(line["watts"])] if line.get("watts") is not None else []
+        per_token = line.get("joules_per_token")
+        parts += [f"{print_joules(per_token)}/token"] if per_token is not None else []
+    return "  ".join(parts)

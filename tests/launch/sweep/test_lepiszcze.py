@@ -127,6 +127,7 @@ def test_two_points_killed_and_continued(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi
+@pytest.mark.timeout(1800)  # the matrix takes five minutes, and is run twice
 def test_matrix_killed_at_random(here: Path) -> None:
     """2 models x 3 data sets x 2 batches x 1 and 2 processes, at once, and killed five times."""
     sets = ["polemo2", "cdsc_e", "kpwr_ner"]
