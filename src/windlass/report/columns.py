@@ -149,11 +149,11 @@ class Columns:
             table = zip(*map(itemgetter(*keys, "step"), rows), strict=True)
         except KeyError:
             table = zip(*([row.get(key) for key in keys] for row in rows), strict=True)
-        for key, values in zip(keys, table, strict=False):
+        for key, column in zip(keys, table, strict=False):
             try:
-                numbers = np.array(values, dtype=np.float64)  # None becomes NaN
+                numbers = np.array(column, dtype=np.float64)  # None becomes NaN
             except (TypeError, ValueError, OverflowError):
-                numbers = np.array([v if is_number(v) else None for v in values], dtype=np.float64)
+                numbers = np.array([v if is_number(v) else None for v in column], dtype=np.float64)
             numbers[np.isinf(numbers)] = np.nan
             has_room = key in METRICS or len(self._data) < len(METRICS) + MAX_EXTRA_KEYS
             if key in self._data or (has_room and not np.isnan(numbers).all()):
