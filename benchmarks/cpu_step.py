@@ -75,11 +75,11 @@ def ours(value: Recipe, folder: Path) -> tuple[Callable[[], torch.Tensor], Calla
     batches = loop.open_batches(training)
 
     def step() -> torch.Tensor:
-        tokens, documents = next(batches)
-        result = training.stepper.step(tokens, documents, 3e-4)
+        batch = next(batches)
+        result = training.stepper.step(batch, 3e-4)
         training.progress.advance(training.plan)
         recorder.on_step_end(training, result)
-        return tokens
+        return batch.tokens
 
     return step, batches.close
 

@@ -48,8 +48,8 @@ def stepping(training: Training) -> Iterator[Callable[[float], StepResult]]:
     batches = loop.open_batches(training)
 
     def step(lr: float) -> StepResult:
-        tokens, documents = next(batches)
-        result: StepResult = training.stepper.step(tokens, documents, lr, measure=loop.measures_layers(training))
+        batch = next(batches)
+        result: StepResult = training.stepper.step(batch, lr, measure=loop.measures_layers(training))
         training.progress.advance(training.plan)
         return result
 

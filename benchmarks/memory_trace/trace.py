@@ -34,7 +34,7 @@ from windlass.layout.resolve import complete_layout, job_size, resolve_step
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.build import build_model
 from windlass.models.presets import model_spec
-from windlass.train.batches import batch_plan
+from windlass.train.batches import TokenBatch, batch_plan
 from windlass.train.mesh import World, open_world
 from windlass.train.optimizers.base import build_optimizer
 from windlass.train.parallelize import ModelParts, parallelize
@@ -271,7 +271,7 @@ def _steps(recipe: Recipe, step: StepSpec, parts: ModelParts, world: World) -> T
         with tracker:
             for _ in range(2):
                 tracker.enter_phase("forward")
-                stepper.gradients(tokens, documents)
+                stepper.gradients(TokenBatch(tokens, documents))
                 tracker.relabel("gradients", *(g for g in optimizer.gradients()))
                 tracker.enter_phase("optimizer")
                 stepper._reduce()

@@ -24,9 +24,9 @@ def test_batches_come_in_order_from_a_function_and_from_an_iterator(stream: Synt
         return np.arange(4) + 4 * step if step < 5 else None
 
     with Loader(stream, batch) as loader:
-        first = list(loader)
+        first = [batch.tokens for batch in loader]
     with Loader(stream, (np.arange(4) + 4 * step for step in range(5)), prefetch=1) as loader:
-        second = list(loader)
+        second = [batch.tokens for batch in loader]
     assert np.array_equal(np.concatenate(first), stream.sequences(np.arange(20)))
     assert np.array_equal(np.concatenate(first), np.concatenate(second))
 
@@ -72,8 +72,9 @@ def test_close_ends_the_thread_although_nobody_reads(stream: SyntheticStream) ->
 
 def test_document_ids_come_with_the_tokens(stream: SyntheticStream) -> None:
     with Loader(stream, [np.arange(3)], documents=True) as loader:
-        tokens, documents = next(loader)
-    assert tokens.shape == documents.shape == (3, 9)
+        batch = next(loader)
+    assert batch.documents is not None and batch.tokens.shape == batch.documents.shape == (3, 9)
+    assert batch.ignored is None and batch.pairs is None
 
 
 def test_the_room_imports_no_torch() -> None:

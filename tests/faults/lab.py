@@ -43,7 +43,7 @@ from windlass.runs.lock import locked
 from windlass.runs.starts import Start
 from windlass.train import hooks, loop, watchdog
 from windlass.train import validate as validation
-from windlass.train.batches import BatchReader
+from windlass.train.batches import BatchReader, TokenBatch
 from windlass.train.checkpointing import Checkpointing
 from windlass.train.hooks import Progress, Training
 from windlass.train.step import Stepper
@@ -111,10 +111,10 @@ class Witness(hooks.Hook):
         inner, path = training.stepper.step, training.run.ranks / f"samples-{training.world.rank:05d}.jsonl"
         mark = {"begun": training.start.created_at, "data_rank": training.world.data_rank}
 
-        def step(tokens: torch.Tensor, *rest: Any) -> Any:
-            sums = [zlib.crc32(row.numpy().astype(np.int32).tobytes()) for row in tokens]
+        def step(batch: TokenBatch, *rest: Any, **options: Any) -> Any:
+            sums = [zlib.crc32(row.numpy().astype(np.int32).tobytes()) for row in batch.tokens]
             append_line_buffered(path, {"step": training.step + 1, **mark, "samples": sums})
-            return inner(tokens, *rest)
+            return inner(batch, *rest, **options)
 
         training.stepper.step = step  # type: ignore[method-assign]
 

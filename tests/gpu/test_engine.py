@@ -22,6 +22,7 @@ from windlass.config import OptimConfig, Recipe
 from windlass.data.complete_tune import complete_tune
 from windlass.layout.types import IGNORED
 from windlass.models.task_head import HFTaskModel
+from windlass.train.batches import TokenBatch
 from windlass.train.capture import WARM_CALLS, Replayed
 from windlass.train.optimizers.base import Optimizer, build_optimizer
 
@@ -151,7 +152,7 @@ def test_a_replayed_pass_strays_no_further_than_a_repeated_one() -> None:
     stepper = training.stepper
 
     def gradients(run: Any) -> list[torch.Tensor]:
-        run(tokens, None)
+        run(TokenBatch(tokens))
         copies = [gradient.float() for gradient in training.optimizer.gradients()]
         training.optimizer.zero_grad()
         return copies

@@ -13,7 +13,7 @@ from tests.train.chat_store import make_store, recipe_table
 from tests.train.helpers import build, new_run, steps
 
 from windlass.config import Recipe
-from windlass.train.preference import attach_reference, prefers
+from windlass.train.preference import attach_references, prefers
 
 Curve = list[tuple[float, float]]
 CHAT, LORA = {"task": "chat"}, {"task": "chat", "lora": {"rank": 4, "alpha": 8.0}}
@@ -21,7 +21,7 @@ PREFER = {"task": "prefer"}
 LAYOUTS = [
     (CHAT, {"shard": "full"}), (CHAT, {"tensor": 2}), (CHAT, {"pipeline": 2}), (CHAT, {"context": 2}),
     (LORA, {"shard": "full"}), (LORA, {"shard": "zero1"}), (LORA, {"tensor": 2}), (LORA, {"pipeline": 2}),
-    (PREFER, {"shard": "full"}), (PREFER, {"shard": "none"}),
+    (PREFER, {"shard": "full"}), (PREFER, {"shard": "none"}), (PREFER, {"tensor": 2}),
 ]  # fmt: skip
 
 
@@ -39,8 +39,11 @@ def train(folder: str, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> li
         training = build(recipe(folder, tune, layout))
         if prefers(training.recipe):
             training = replace(training, run=new_run(Path(folder, f"run-{training.world.size}-{number}")))
-            attach_reference(training)
+            attach_references(training)
         curves.append(steps(training, 4))
+        if prefers(training.recipe):
+            scores = training.validator.run()
+            curves[-1] += [(scores.overall.loss, scores.scores["reward_margin"])]
     return curves
 
 
@@ -48,7 +51,7 @@ def train(folder: str, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> li
 @pytest.mark.timeout(600)
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     make_store(tmp_path / "chat", texts=20)
-    make_store(tmp_path / "pairs", 24, pairs=True)
+    make_store(tmp_path / "pairs", 30, pairs=True, validation=0.3)
     # B of an adapter starts at zero: its gradient is small, and so is the norm of the first step.
     alone = {str(tune): train(str(tmp_path), [(tune, {})])[0] for tune in (CHAT, LORA, PREFER)}
     for rank in spawn(train, 2, str(tmp_path), LAYOUTS, timeout=500.0):

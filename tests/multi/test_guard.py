@@ -23,13 +23,13 @@ def recipe(**layout: Any) -> Recipe:
 def one_rank_fails(value: Recipe, factor: float) -> tuple[list[int], list[float], list[torch.Tensor]]:
     """Reasons and losses of six steps; in the third the gradients of rank 1 alone are multiplied by `factor`."""
     training = build(value)
-    batches, batch_tokens = loop.open_batches(training), training.stepper._batch_tokens
+    batches, scale = loop.open_batches(training), training.stepper.targets.scale
     reasons, losses, weights = [], [], []
     for step in range(6):
         # The loss is divided by the batch's tokens.
         by = factor if step == 2 and training.world.rank == 1 else 1.0
-        training.stepper._batch_tokens = lambda tokens, by=by: batch_tokens(tokens) / by
-        values = training.stepper.step(*next(batches), 1e-2).values.tolist()
+        training.stepper.targets.scale = lambda batch, part, by=by: by * scale(batch, part)
+        values = training.stepper.step(next(batches), 1e-2).values.tolist()
         training.progress.advance(training.plan)
         reasons.append(int(values[2]))
         losses.append(values[0])

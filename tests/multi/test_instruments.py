@@ -27,8 +27,8 @@ def measured(value: Recipe) -> list[list[list[float]]]:
     batches, layers = loop.open_batches(training), []
     try:
         for _ in range(3):
-            tokens, documents = next(batches)
-            layers.append(training.stepper.step(tokens, documents, 0.03, measure=True).layers.tolist())
+            batch = next(batches)
+            layers.append(training.stepper.step(batch, 0.03, measure=True).layers.tolist())
             training.progress.advance(training.plan)
     finally:
         batches.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.train.helpers import build, steps
-from tests.train.tuning_files import make_masked_store, masked_table, save_encoder, tune_table, write_tsv
+from tests.train.helpers import build, place_here, steps
+from tests.train.tuning_files import make_masked_store, masked_table, reviews, save_encoder, tune_table, write_tsv
 
 from windlass.config import Recipe
 from windlass.data.complete_tune import complete_tune
@@ -17,13 +17,12 @@ from windlass.train.checkpointing import load_model_weights
 SHARDS = ("none", "zero1", "zero2", "full")
 
 
-def _losses(rank: int, world: int, folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
+def _losses(folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of five steps, and the loss of a validation, for each kind of sharding."""
-    torch.set_num_threads(1)
     answers = []
     for shard in shards:
         table = tune_table(Path(folder), tune={"dropout": 0.0, "batch": 12}, layout={"shard": shard, "micro_batch": 3})
-        training = build(complete_tune(Recipe.model_validate(table)))
+        training = build(complete_tune(Recipe.model_validate(table), place_here().world_size))
         load_model_weights(Path(folder) / "model", training.parts.modules[0])
         training.optimizer.adopt()
         values = steps(training, 5)
@@ -32,20 +31,51 @@ def _losses(rank: int, world: int, folder: str, shards: tuple[str, ...]) -> list
 
 
 @pytest.mark.multi
-def test_processes_agree(tmp_path: Path, spread: Any) -> None:
+def test_processes_agree(tmp_path: Path, spawn: Any) -> None:
     """53 examples in batches of 12: the last batch has 5, so that some ranks have none."""
     save_encoder(tmp_path / "model")
     write_tsv(tmp_path / "train.tsv", 53)
     write_tsv(tmp_path / "valid.tsv", 17, seed=1)
-    (alone,) = _losses(0, 1, str(tmp_path), ("none",))
-    for answers in spread(2, _losses, str(tmp_path), SHARDS):
+    (alone,) = _losses(str(tmp_path), ("none",))
+    for answers in spawn(_losses, 2, str(tmp_path), SHARDS):
         for shard, values in zip(SHARDS, answers, strict=True):
             for one, other in zip(alone, values, strict=True):
                 assert other == pytest.approx(one, rel=3e-6, abs=1e-7), shard
 
 
-def _masked_losses(rank: int, world: int, folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
-    torch.set_num_threads(1)
+def _decoder_losses(folder: str, layouts: list[dict[str, Any]], task: str) -> list[list[tuple[float, float]]]:
+    """The same for one of our own decoders with the head of a task."""
+    model = {"family": "llama", "layers": 2, "width": 32, "heads": 4, "ffn": 48, "vocab": 300}
+    answers = []
+    for layout in layouts:
+        files = {"train": f"{folder}/train.jsonl", "validation": f"{folder}/valid.jsonl"}
+        table = tune_table(Path(folder), tune={"batch": 12, "task": task, **files}, layout={**layout, "micro_batch": 3})
+        table |= {"model": model, "data": {"seq_len": 48, "tokenizer": f"{folder}/model/tokenizer.json"}, "save": {}}
+        training = build(complete_tune(Recipe.model_validate(table), place_here().world_size))
+        values = steps(training, 5)
+        answers.append([*values, (training.validator.run().overall.loss, 0.0)])
+    return answers
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_a_decoder_divided_by_heads(tmp_path: Path, spawn: Any, task: str) -> None:
+    save_encoder(tmp_path / "model")
+    for name, count in (("train", 53), ("valid", 17)):
+        lines = [(text.split(), label) for text, label in reviews(count, seed=count)]
+        tagged = [{"text": words, "label": ["B-A" if len(word) > 4 else "O" for word in words]} for words, _ in lines]
+        labelled = [{"text": " ".join(words), "label": label} for words, label in lines]
+        rows = tagged if task == "tag" else labelled
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (alone,) = _decoder_losses(str(tmp_path), [{}], task)
+    layouts = [{"tensor": 2}, {"shard": "full"}]
+    for answers in spawn(_decoder_losses, 2, str(tmp_path), layouts, task):
+        for layout, values in zip(layouts, answers, strict=True):
+            for one, other in zip(alone, values, strict=True):
+                assert other == pytest.approx(one, rel=3e-6, abs=1e-7), layout
+
+
+def _masked_losses(folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
     answers = []
     for shard in shards:
         training = build(complete_tune(Recipe.model_validate(masked_table(Path(folder), layout={"shard": shard}))))
@@ -57,11 +87,11 @@ def _masked_losses(rank: int, world: int, folder: str, shards: tuple[str, ...]) 
 
 
 @pytest.mark.multi
-def test_hidden_tokens_are_the_same_on_all_layouts(tmp_path: Path, spread: Any) -> None:
+def test_hidden_tokens_are_the_same_on_all_layouts(tmp_path: Path, spawn: Any) -> None:
     save_encoder(tmp_path / "model")
     make_masked_store(tmp_path)
-    (alone,) = _masked_losses(0, 1, str(tmp_path), ("none",))
-    for answers in spread(2, _masked_losses, str(tmp_path), ("none", "full")):
+    (alone,) = _masked_losses(str(tmp_path), ("none",))
+    for answers in spawn(_masked_losses, 2, str(tmp_path), ("none", "full")):
         for values in answers:
             for one, other in zip(alone, values, strict=True):
                 assert other == pytest.approx(one, rel=3e-6, abs=1e-7)

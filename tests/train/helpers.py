@@ -60,8 +60,8 @@ def steps(training: Training, count: int, lr: float | None = None) -> list[tuple
     values, batches = [], loop.open_batches(training)
     try:
         for _ in range(count):
-            tokens, documents = next(batches)
-            result = training.stepper.step(tokens, documents, training.recipe.optim.lr if lr is None else lr)
+            batch = next(batches)
+            result = training.stepper.step(batch, training.recipe.optim.lr if lr is None else lr)
             training.progress.advance(training.plan)
             loss, norm, skipped, *_ = result.values.tolist()
             assert skipped == 0

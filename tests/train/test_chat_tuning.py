@@ -25,9 +25,8 @@ from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json_lines
 from windlass.layout.types import IGNORED
 from windlass.runs.folder import Run
-from windlass.train.batches import cut
 from windlass.train.loop import open_batches
-from windlass.train.preference import attach_reference
+from windlass.train.preference import attach_references
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +124,9 @@ def test_the_loss_of_packed_conversations_is_that_of_trl(store: Path, tmp_path: 
 def test_a_mix_with_texts_counts_every_token_of_them(store: Path) -> None:
     training = build(chat(store, data={"mix": {"chat": 0.5, "web": 0.5}}))
     batches = open_batches(training)
-    batch, documents = next(batches)
+    batch = next(batches)
     batches.close()
-    assert documents is not None and batch.ignored.shape == (8, 96)  # type: ignore[union-attr]
+    assert batch.documents is not None and batch.ignored.shape == (8, 96)  # type: ignore[union-attr]
     source, _ = training.stream.identity(range(8))
     shares = (~batch.ignored).float().mean(1)  # type: ignore[union-attr]
     names = training.stream.sources
@@ -140,10 +139,11 @@ def test_validation_counts_answers_only(tmp_path: Path) -> None:
     batch = training.stream.__class__(training.stream.store, training.recipe.data, seed=0, split="validation")
     count = int(batch.mixture.windows.sum())
     numbers = np.resize(np.arange(count), 2 * -(-count // 2))
+    tokens, documents = (torch.from_numpy(a).long() for a in (batch.sequences(numbers), batch.document_ids(numbers)))
     hidden = torch.from_numpy(batch.ignored(numbers))
-    arrays = (torch.from_numpy(a).long() for a in (batch.sequences(numbers), batch.document_ids(numbers)))
     with torch.no_grad():
-        sums = training.parts.modules[0](*cut(*arrays, training.world, hidden))
+        targets = tokens[:, 1:].masked_fill(hidden, IGNORED)
+        sums = training.parts.modules[0](tokens[:, :-1], targets, documents[:, :-1])
     validation = training.validator.run()
     assert validation is not None and validation.overall.bits_per_byte is None
     assert validation.overall.loss == pytest.approx(float(sums[1] / (~hidden).sum()), rel=1e-5)
@@ -239,7 +239,7 @@ def test_the_loss_of_pairs_is_that_of_trl(pair_store: Path, tmp_path: Path) -> N
     recipe = all_at_once(pair_store, {"task": "prefer", "beta": 0.3})
     training = replace(build(recipe), run=new_run(tmp_path / "run"))
     reference = in_transformers(recipe, training.parts.modules[0], tmp_path)
-    attach_reference(training)
+    attach_references(training)
     assert steps(training, 1)[0][0] == pytest.approx(math.log(2), rel=1e-6)  # the policy is the reference
     steps(training, 2)
     policy = in_transformers(recipe, training.parts.modules[0], tmp_path)
@@ -253,7 +253,7 @@ def test_the_loss_of_pairs_is_that_of_trl(pair_store: Path, tmp_path: Path) -> N
     trainer = trl.DPOTrainer(policy, ref_model=reference, args=options, train_dataset=data, processing_class=tokenizer)
     expected = batch_of_trl(trainer)
     batches = open_batches(training)
-    result = training.stepper.step(*next(batches), lr=0.0)
+    result = training.stepper.step(next(batches), lr=0.0)
     batches.close()
     loss, _, _, _, margin, accuracy = result.values.tolist()
     assert loss == pytest.approx(expected, rel=1e-5) and loss < 0.69

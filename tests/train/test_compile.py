@@ -62,12 +62,12 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
 
     values = []
     for step in range(3):
-        tokens, documents = next(batches)
+        batch = next(batches)
         if step == 0:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                values.append(training.stepper.step(tokens, documents, 0.1).values[:2].tolist())
+                values.append(training.stepper.step(batch, 0.1).values[:2].tolist())
         else:
-            values.append(training.stepper.step(tokens, documents, 0.1).values[:2].tolist())
+            values.append(training.stepper.step(batch, 0.1).values[:2].tolist())
     batches.close()
     return values, sum(kept.values())
 
@@ -107,7 +107,7 @@ def test_compiled_layers_are_measured_without_a_break(front_end: None, recompute
         torch._dynamo.reset()
         training = build(recipe(instruments=1, **options))
         batches = loop.open_batches(training)
-        looks.append(training.stepper.step(*next(batches), 0.1, measure=True).layers)
+        looks.append(training.stepper.step(next(batches), 0.1, measure=True).layers)
         batches.close()
     torch.testing.assert_close(looks[1], looks[0], rtol=1e-4, atol=1e-6, equal_nan=True)
     assert torch.isfinite(looks[0][:2]).all()

@@ -28,18 +28,18 @@ def recipe(model: dict[str, Any] | None = None, optim: dict[str, Any] | None = N
 
 def measured(training: Any) -> torch.Tensor:
     batches = helpers.loop.open_batches(training)
-    tokens, documents = next(batches)
+    batch = next(batches)
     batches.close()
-    return training.stepper.step(tokens, documents, 0.3, measure=True).layers
+    return training.stepper.step(batch, 0.3, measure=True).layers
 
 
 def test_norms_by_layer_by_hand() -> None:
     training, other = build(recipe()), build(recipe(instruments=0))
     before = {slot.name: slot.weights.detach().clone() for slot in training.optimizer.slots}
     batches = helpers.loop.open_batches(other)
-    tokens, documents = next(batches)
+    batch = next(batches)
     batches.close()
-    other.stepper.gradients(tokens, documents)
+    other.stepper.gradients(batch)
     layers = measured(training)
     assert layers.shape == (5, 5)
     for row in range(5):
@@ -102,9 +102,9 @@ def test_qk_clip_brings_a_head_to_its_limit_and_leaves_the_others() -> None:
 
     def largest() -> torch.Tensor:
         batches = helpers.loop.open_batches(training)
-        tokens, documents = next(batches)
+        batch = next(batches)
         batches.close()
-        training.stepper.gradients(tokens, documents)
+        training.stepper.gradients(batch)
         training.optimizer.zero_grad()
         return training.stepper.logits.largest()[1]
 

@@ -70,14 +70,14 @@ def test_loss_of_transformers(folder: Path) -> None:
     state = model.state_dict()
     theirs.load_state_dict({name: state[f"net.{name}"].clone() for name in theirs.state_dict()})
     reader = open_batches(training)
-    tokens, _ = next(reader)
+    batch = next(reader)
     reader.close()
-    assert training.stepper.masking is not None and isinstance(tokens, torch.Tensor)
-    inputs, targets = training.stepper.masking.hide(tokens[:, :-1], 0)
+    assert training.stepper.targets.masking is not None
+    inputs, targets = training.stepper.targets.masking.hide(batch.tokens[:, :-1], 0)
     labels = targets.masked_fill(targets == IGNORED, -100)
     with torch.no_grad():
         expected = float(theirs(input_ids=inputs, labels=labels).loss)
-    assert float(training.stepper.step(tokens, None, 0.0).values[0]) == pytest.approx(expected, rel=2e-6)
+    assert float(training.stepper.step(batch, 0.0).values[0]) == pytest.approx(expected, rel=2e-6)
     assert training.validator is not None and training.validator.run().overall.bits_per_byte is None
 
 

@@ -179,8 +179,8 @@ def test_class_weights_as_torch(folder: Path, tmp_path: Path) -> None:
     assert training.stream.weights == pytest.approx(
         compute_class_weight("balanced", classes=np.array([0, 1]), y=targets)
     )
-    batch, _ = next(iter_batches(training))
-    loss = training.stepper.step(batch, None, 0.0).values[0].item()
+    batch = next(iter_batches(training))
+    loss = training.stepper.step(batch, 0.0).values[0].item()
     logits, goals = [], []
     with torch.no_grad():
         for tokens, goal, segments in batch.micro_batches:
@@ -244,6 +244,10 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as divided:
         recipe(folder, layout={"tensor": 2})
     assert divided.value.code == "tune.axis-unsupported" and "tensor (2)" in divided.value.message
+    own = {"family": "llama", "layers": 2, "width": 32, "heads": 4, "ffn": 48, "vocab": 300}
+    with pytest.raises(ConfigError) as staged:  # our own decoders: tensor, but no pipeline
+        recipe(folder, model=own, layout={"tensor": 2, "pipeline": 2})
+    assert staged.value.code == "tune.axis-unsupported" and "pipeline (2)" in staged.value.message
     with pytest.raises(ConfigError) as wrong:
         build(recipe(folder, tune={"metric": "bleu"})).validator.run()
     assert wrong.value.code == "tune.metric-unknown"

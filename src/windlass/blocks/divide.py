@@ -49,6 +49,11 @@ class LocalParameters(nn.Module):
     local: Callable[[Tensor], Tensor] = staticmethod(lambda parameter: parameter)
 
 
+def gathered(hidden: Tensor) -> Tensor:
+    """The whole sequence on every rank, where each holds a stretch of it."""
+    return hidden.redistribute(placements=[Replicate()]) if isinstance(hidden, DTensor) else hidden
+
+
 def own_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 

@@ -38,21 +38,25 @@ def complete_tune(recipe: Recipe, devices: int = 1) -> Recipe:
 
 
 def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
-    per_device, remainder = divmod(tune.batch, devices)
+    supported = ("tensor",) if recipe.model.family != "hf" else ()
+    if divided := [
+        axis for axis in AXES if recipe.layout and getattr(recipe.layout, axis) > 1 and axis not in supported
+    ]:
+        raise ConfigError(
+            "tune.axis-unsupported",
+            f"layout.{divided[0]} ({getattr(recipe.layout, divided[0])}): task {tune.task!r} of a "
+            f"{recipe.model.family} model is not divided along this axis",
+            hint=f'set layout.{divided[0]} = 1; layout.shard = "full" divides the weights',
+        )
+    replicas = devices // (recipe.layout.tensor if recipe.layout else 1)
+    per_replica, remainder = divmod(tune.batch, max(1, replicas))
     if remainder:
         raise ConfigError(
             "tune.batch-not-divisible",
-            f"tune.batch ({tune.batch}) does not divide over {devices} devices",
-            hint=f"the next larger batch that does is {(per_device + 1) * devices}",
+            f"tune.batch ({tune.batch}) does not divide over {replicas} replicas on {devices} devices",
+            hint=f"the next larger batch that does is {(per_replica + 1) * replicas}",
         )
-    layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(per_device, MICRO_BATCH))
-    if divided := [axis for axis in AXES if getattr(layout, axis) > 1]:
-        raise ConfigError(
-            "tune.axis-unsupported",
-            f"layout.{divided[0]} ({getattr(layout, divided[0])}): task {tune.task!r} divides examples and weights "
-            "over devices, not a model's layers or heads",
-            hint=f'set layout.{divided[0]} = 1; layout.shard = "full" divides the weights',
-        )
+    layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(per_replica, MICRO_BATCH))
     sets = read_example_sets(tune)
     files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}
     steps = math.ceil(len(sets.train) / tune.batch)

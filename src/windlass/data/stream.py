@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,19 @@ from windlass.data.store import MANIFEST, Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
 Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Some sequences of a stream; None where the stream has nothing to say."""
+
+    tokens: Tokens
+    # Number of each token's document inside its sequence, where asked for.
+    documents: Tokens | None = None
+    # Which targets do not count.
+    ignored: npt.NDArray[np.bool_] | None = None
+    # `StoreStream.pairs`.
+    pairs: Tokens | None = None
 
 
 class StoreStream:
@@ -152,6 +166,14 @@ class StoreStream:
             part[:, 2] = self.reference[source][document].view(np.int32)
         return out[:, 1:]
 
+    def batch(self, indexes: npt.ArrayLike, *, documents: bool) -> SequenceBatch:
+        return SequenceBatch(
+            self.sequences(indexes),
+            self.document_ids(indexes) if documents else None,
+            None if self.counts_all else self.ignored(indexes),
+            None if self.reference is None else self.pairs(indexes),
+        )
+
     def packing_line(self) -> str:
         """How full the windows are and what was left out, for a log; empty without packing."""
         if not self.packings:
@@ -195,6 +217,9 @@ class SyntheticStream:
         return np.zeros_like(numbers), numbers
 
     counts_all = True
+
+    def batch(self, indexes: npt.ArrayLike, *, documents: bool) -> SequenceBatch:
+        return SequenceBatch(self.sequences(indexes), self.document_ids(indexes) if documents else None)
 
     def packing_line(self) -> str:
         return ""
@@ -258,13 +283,12 @@ def usable_store(config: DataConfig, vocab: int | None) -> Store:
     return store
 
 
-class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
-    """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
+class Loader(contextlib.AbstractContextManager["Loader"], Iterator[SequenceBatch]):
+    """Yields `stream.batch(indexes)` for each batch of indexes, in order, read ahead by one thread.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
-    iterator ends it. With `documents` each item is a pair (tokens, document ids); of a stream in which not every token
-    counts it is (tokens, document ids or None, ignored targets). With `pin` the arrays lie in page-locked memory, so
-    that copies to the device can overlap; without a GPU it changes nothing.
+    iterator ends it. With `pin` tokens and documents lie in page-locked memory, so that copies to the device can
+    overlap; without a GPU it changes nothing.
     """
 
     def __init__(
@@ -278,14 +302,14 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
     ) -> None:
         self.stream, self.documents = stream, documents
         self.wait_seconds = self.last_wait_seconds = 0.0  # that all calls of `next`, and the last one, have waited
-        self._settle = pinned if pin else np.asarray
+        self._pin = pin
         self._stopped = False
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(1, prefetch))
+        self._queue: queue.Queue[SequenceBatch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
         # A daemon: a read that hangs in the file system must not keep the process from ending.
         self._thread = threading.Thread(target=self._read_ahead, args=(batches,), name="windlass-loader", daemon=True)
         self._thread.start()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> SequenceBatch:
         if self._stopped:
             raise StopIteration
         started = time.perf_counter()
@@ -303,13 +327,11 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
         try:
             arrays: Iterable[Any] = map(batches, itertools.count()) if callable(batches) else batches
             for indexes in itertools.takewhile(lambda indexes: indexes is not None, arrays):
-                tokens = self._settle(self.stream.sequences(indexes))
-                documents = self._settle(self.stream.document_ids(indexes)) if self.documents else None
-                item: Any = tokens if documents is None else (tokens, documents)
-                if isinstance(self.stream, StoreStream) and not self.stream.counts_all:
-                    pairs = () if self.stream.reference is None else (self.stream.pairs(indexes),)
-                    item = (tokens, documents, self.stream.ignored(indexes), *pairs)
-                self._queue.put(item)
+                batch = self.stream.batch(indexes, documents=self.documents)
+                if self._pin:
+                    documents = None if batch.documents is None else pinned(batch.documents)
+                    batch = replace(batch, tokens=pinned(batch.tokens), documents=documents)
+                self._queue.put(batch)
                 if self._stopped:
                     return
         except BaseException as error:

@@ -131,6 +131,7 @@ class DecoderModel(nn.Module):
     __call__: Callable[..., Tensor]
     family = "hf"  # whose Hugging Face folders it can be filled from
     divisible = True  # made of our own blocks: can be divided into stages, by heads and by positions
+    divides_head = True  # its vocabulary, where tensor parallelism divides blocks
     has_dropout = False
     undecayed = frozenset({"embed.weight"})  # matrices without weight decay
     new_names: frozenset[str] = frozenset()  # weights that a folder to start from need not have

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.blocks.divide import gathered, own_part
 from windlass.blocks.head.module import OutputHead
 from windlass.config import ModelConfig, Recipe
 from windlass.config.tune import TuneConfig
@@ -129,6 +130,7 @@ class TaskDecoder(DecoderModel):
     """One of our decoders with a task's head: on the last token of a text, or on each token for tags."""
 
     new_names = frozenset({"head.weight"})
+    divides_head = False
 
     def __init__(self, spec: ModelSpec, seq_len: int, head: TaskHead) -> None:
         super().__init__(spec, seq_len)
@@ -137,12 +139,12 @@ class TaskDecoder(DecoderModel):
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         # Causal, and padded at the end: padding changes nothing before it.
-        hidden = self.body(x)
+        hidden = own_part(gathered(self.body(x)))
         assert self.head is not None and self.head.weight is not None
         if self.task_head.task != "tag":
             last = (x.shape[1] if documents is None else (documents >= 0).sum(1)) - 1
             hidden = hidden[torch.arange(len(x), device=x.device), last]
-        logits = F.linear(hidden, self.head.weight)
+        logits = F.linear(hidden, own_part(self.head.weight))
         return logits if targets is None else self.task_head.sums(logits, targets)
 
 

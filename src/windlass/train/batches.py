@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +11,26 @@ from torch import Tensor
 
 from windlass.config import Recipe
 from windlass.config.ramp import BatchPhase, batch_phases
-from windlass.data.stream import Loader, pair_count
-from windlass.layout.types import IGNORED, Layout
+from windlass.data.stream import Loader, SequenceBatch, Stream, pair_count
+from windlass.layout.types import Layout
 from windlass.train.mesh import World
-
-# Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.
-Batch = tuple["Tensor | MarkedBatch", Tensor | None]
-
 
 # What a model gets: tokens, targets, and the document number (or segment) of each token.
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A rank's sequences of one step (sequences, seq_len + 1)."""
+
+    tokens: Tensor
+    # Document number of each token, where documents are masked.
+    documents: Tensor | None = None
+    # Which targets (sequences, seq_len) do not count.
+    ignored: Tensor | None = None
+    # Preference pairs: `StoreStream.pairs`, and how many there are.
+    pairs: Tensor | None = None
+    pair_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,15 +41,18 @@ class ExampleBatch:
     counted: float
 
 
-@dataclass(frozen=True)
-class MarkedBatch:
-    """A rank's sequences, and which of their targets (sequences, seq_len) do not count. Preference pairs: also
-    `StoreStream.pairs`, and the number of pairs."""
+Batch = TokenBatch | ExampleBatch
 
-    tokens: Tensor
-    ignored: Tensor
-    pairs: Tensor | None = None
-    pair_count: int = 0
+
+class BatchSource(Protocol):
+    """Batches of the steps from a position of the run on."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the last `next` has waited."""
+
+    def __next__(self) -> Batch: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -107,37 +120,22 @@ class BatchReader:
     """Batches from a position of the stream on, already on the device."""
 
     def __init__(
-        self, stream: Any, plan: BatchPlan, world: World, progress: tuple[int, int], *, documents: bool
+        self, stream: Stream, plan: BatchPlan, world: World, progress: tuple[int, int], *, documents: bool
     ) -> None:
         """`progress`: tokens and sequences before the first batch."""
-        self._device, self._documents = world.device, documents
+        self._device = world.device
         tokens, sequences = progress
 
         def indexes(number: int) -> npt.NDArray[np.int64]:
             position = plan.tokens_after(tokens, number)
             return plan.indexes(sequences + (position - tokens) // plan.seq_len, world.data_rank, position)
 
-        self._loader = Loader(
-            stream,
-            indexes,
-            pin=world.cuda,
-            documents=documents,
-        )
+        self._loader = Loader(stream, indexes, pin=world.cuda, documents=documents)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TokenBatch:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
-        arrays = item if isinstance(item, tuple) else (item,)
-        moved: list[Any] = [
-            None if a is None else torch.from_numpy(a).to(self._device, non_blocking=True) for a in arrays
-        ]
-        tokens, documents, ignored, pairs = [*moved, None, None, None][:4]
-        numbers = None if documents is None else documents.long()
-        if ignored is None:
-            return tokens.long(), numbers
-        if pairs is None:
-            return MarkedBatch(tokens.long(), ignored), numbers
-        return MarkedBatch(tokens.long(), ignored, pairs.long(), pair_count(arrays[3])), numbers
+        return token_batch(item, self._device)
 
     @property
     def wait_seconds(self) -> float:
@@ -147,16 +145,18 @@ class BatchReader:
         self._loader.close()
 
 
-def cut(
-    tokens: Tensor, documents: Tensor | None, world: World, ignored: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them. Targets
-    that are `ignored` (sequences, seq_len) do not count in the loss."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    targets = targets if ignored is None else targets.masked_fill(ignored, IGNORED)
-    numbers = None if documents is None else documents[:, :-1]
-    if world.layout.context > 1:
-        width = inputs.shape[1] // world.layout.context
-        part = slice(world.context_rank * width, (world.context_rank + 1) * width)
-        inputs, targets = inputs[:, part], targets[:, part]
-    return inputs, targets, numbers
+def token_batch(item: SequenceBatch, device: torch.device) -> TokenBatch:
+    """Sequences of a stream on the device."""
+
+    def moved(array: npt.NDArray[Any] | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(array).to(device, non_blocking=True)
+
+    tokens, documents, ignored, pairs = map(moved, (item.tokens, item.documents, item.ignored, item.pairs))
+    assert tokens is not None
+    return TokenBatch(
+        tokens.long(),
+        None if documents is None else documents.long(),
+        ignored,
+        None if pairs is None else pairs.long(),
+        0 if item.pairs is None else pair_count(item.pairs),
+    )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from windlass.checkpoint.files import SavedCheckpoint
 from windlass.checkpoint.load import discard_after, find_best, find_latest, load_model_weights, restore
-from windlass.checkpoint.save import Saver
+from windlass.checkpoint.save import Saver, SaveResult
 from windlass.config import recipe_hash
 from windlass.errors import CheckpointError
 from windlass.runs.events import RolledBack, SaveInterval
@@ -65,7 +66,7 @@ class Checkpointing:
             "guard": self.training.stepper.guard.memory,
         }
 
-    def resume(self) -> Any:
+    def resume(self) -> SavedCheckpoint | None:
         """Continue from the newest complete checkpoint; else begin, from given weights if the recipe names some."""
         training, save = self.training, self.training.recipe.save
         latest = find_latest(training.run, verify=save.verify)
@@ -81,7 +82,7 @@ class Checkpointing:
         self.carried_joules = max((total for total in totals if total is not None), default=None)
         return latest
 
-    def _restore(self, latest: Any) -> None:
+    def _restore(self, latest: SavedCheckpoint) -> None:
         training, progress = self.training, self.training.progress
         extra = restore(latest, self.state(), seed=training.recipe.seed)
         training.optimizer.refresh()
@@ -183,7 +184,7 @@ class Checkpointing:
             self.timer.restart(training.step, training.tokens)
             each(hooks, "on_save", training)
 
-    def save(self, hooks: Sequence[Hook], *, block: bool = False) -> Any:
+    def save(self, hooks: Sequence[Hook], *, block: bool = False) -> SaveResult | None:
         """Everything that belongs to a step is written before its checkpoint: a kill in between must lose no line."""
         started, training, recipe = time.perf_counter(), self.training, self.training.recipe
         each(hooks, "on_wait", training, "save")
@@ -220,6 +221,7 @@ class Checkpointing:
             outcome = self.save(hooks, block=True)
             if outcome is None or outcome.ok:
                 return
+        assert outcome is not None
         raise CheckpointError(
             "checkpoint.last-save-failed",
             f"the last save, at step {training.step}, failed twice: {outcome.error}",
@@ -238,7 +240,7 @@ class Checkpointing:
             self.training.run.record(SaveInterval(seconds=choice.seconds, steps=steps, reason=choice.reason))
             self.training.say(f"{choice.reason} (about {steps:,} steps)")
 
-    def _check_finished(self, outcome: Any) -> None:
+    def _check_finished(self, outcome: SaveResult | None) -> None:
         """A save in the background has ended: its times decide when the next ones come; a failure is shown."""
         if outcome is None:
             return

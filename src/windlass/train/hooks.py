@@ -13,14 +13,17 @@ from typing import Any
 import torch.distributed as dist
 
 from windlass.config import Recipe
+from windlass.data.stream import Stream
 from windlass.energy.meter import Meter
 from windlass.models.spec import ModelSpec
 from windlass.runs.folder import Run
 from windlass.runs.starts import Start
 from windlass.train.batches import BatchPlan
+from windlass.train.engines import EngineOptimizer, EngineStepper
 from windlass.train.mesh import World
 from windlass.train.parallelize import ModelParts
 from windlass.train.step import StepResult
+from windlass.train.tuning import ExampleStream, ExampleValidator
 from windlass.train.validate import Validation, Validator
 
 # Shows one line to the person at the terminal.
@@ -54,10 +57,10 @@ class Training:
     world: World
     plan: BatchPlan
     parts: ModelParts
-    optimizer: Any
-    stepper: Any
-    stream: Any
-    validator: Validator | None
+    optimizer: EngineOptimizer
+    stepper: EngineStepper
+    stream: Stream | ExampleStream
+    validator: Validator | ExampleValidator | None
     meter: Meter | None
     progress: Progress
     say: Say

@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 
 from windlass.blocks.attention.kernels import attention_kernel
+from windlass.checkpoint.files import SavedCheckpoint
 from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.cost.memory import memory
 from windlass.data.mix import passes_line
 from windlass.data.run_check import check_data
-from windlass.data.stream import open_stream
+from windlass.data.stream import StoreStream, open_stream
 from windlass.energy.meter import Meter
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
 from windlass.files import set_compile_cache
@@ -30,7 +31,7 @@ from windlass.runs.events import Compiled, Evaluated, Finished, Resumed, SignalR
 from windlass.runs.faults import record_fault
 from windlass.runs.folder import Run
 from windlass.runs.starts import Start
-from windlass.train.batches import BatchReader, batch_plan
+from windlass.train.batches import Batch, BatchReader, BatchSource, TokenBatch, batch_plan
 from windlass.train.checkpointing import Checkpointing
 from windlass.train.failure import OutOfMemoryError, explain
 from windlass.train.hooks import Hook, Progress, Say, Training, each
@@ -38,9 +39,10 @@ from windlass.train.interval import process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
-from windlass.train.preference import attach_reference, check_preference, prefers
+from windlass.train.preference import attach_references, check_preference, prefers
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
+from windlass.train.step import Stepper
 from windlass.train.tuning import (
     ExamplePlan,
     ExampleReader,
@@ -51,7 +53,7 @@ from windlass.train.tuning import (
     record_test,
     tunes_examples,
 )
-from windlass.train.validate import open_validator
+from windlass.train.validate import Validator, open_validator
 from windlass.train.watchdog import Heartbeat
 from windlass.units import print_bytes, print_seconds
 
@@ -150,13 +152,14 @@ def build(
     beat = (lambda phase: None) if heartbeat is None else heartbeat.step_phase
     parts, optimizer, stepper = ENGINES.load(recipe.train.engine)(model, recipe, start.step, world, plan, beat)
     # data
-    stream: Any = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
+    stream = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
-    validator: Any = ExampleValidator(examples, world, parts) if examples else None
     if prefers(recipe):
-        check_preference(recipe, stream, world)
+        check_preference(recipe, cast(StoreStream, stream), world)
+    if examples is not None:
+        validator: ExampleValidator | Validator | None = ExampleValidator(examples, world, parts)
     else:
-        validator = validator or open_validator(recipe, world, parts, stepper, model.vocab)
+        validator = open_validator(recipe, world, parts, stepper, model.vocab)
     held_out = [part.name for part in validator.held] if validator is not None else []
     metric = recipe.save.metric
     if metric.startswith("val_loss/") and (name := metric.removeprefix("val_loss/")) not in held_out:
@@ -198,11 +201,10 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
     batches = open_batches(training)
     try:
         while progress.step < plan.steps and not checkpoints.out_of_patience():
-            tokens, documents = next(batches)
+            batch = next(batches)
             each(hooks, "on_step_begin", training)
             lr = learning_rate(recipe.optim, *plan.schedule_position(progress.step, progress.tokens))
-            measure = {"measure": True} if measures_layers(training) else {}
-            result = training.stepper.step(tokens, documents, lr, **measure)
+            result = training.stepper.step(batch, lr, measure=measures_layers(training))
             result.data_seconds = batches.wait_seconds
             progress.advance(plan)
             if progress.step % recipe.train.gc_every == 0:
@@ -237,16 +239,12 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
     return None
 
 
-def open_batches(training: Training) -> BatchReader | ExampleReader:
-    if isinstance(training.plan, ExamplePlan):
-        return ExampleReader(training.stream, training.plan, training.world, training.step)
-    return BatchReader(
-        training.stream,
-        training.plan,
-        training.world,
-        (training.progress.tokens, training.progress.sequences),
-        documents=training.start.step.mask_documents,
-    )
+def open_batches(training: Training) -> BatchSource:
+    stream, plan, progress = training.stream, training.plan, training.progress
+    if isinstance(stream, ExampleStream):
+        return ExampleReader(stream, cast(ExamplePlan, plan), training.world, progress.step)
+    position, documents = (progress.tokens, progress.sequences), training.start.step.mask_documents
+    return BatchReader(stream, plan, training.world, position, documents=documents)
 
 
 def _validates_at(training: Training) -> bool:
@@ -277,7 +275,8 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
 
 def test(training: Training, checkpoints: Checkpointing) -> None:
     """Scores of the test examples with the best weights, once, at the end of a fine-tuning."""
-    stream, validator = training.stream, cast(ExampleValidator, training.validator)
+    validator = cast(ExampleValidator, training.validator)
+    stream = validator.stream
     step, tokens = checkpoints.load_best()
     scores = validator.run(examples=stream.test)
     assert scores is not None
@@ -304,7 +303,7 @@ def check_precision(recipe: Recipe, world: World) -> None:
 def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
     if prefers(training.recipe):
-        training.say(attach_reference(training))
+        attach_references(training)
     plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
     training.say(saver.prepare(state))
     training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.total_tokens // plan.steps).text)
@@ -325,16 +324,17 @@ def trial_step(training: Training) -> str:
     Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the
     log gives the memory it needed beside the planner's prediction."""
     device, plan, layout = training.world.device, training.plan, training.start.layout
-    tokens: Any = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
-    documents = torch.zeros_like(tokens) if training.start.step.mask_documents else None
+    tokens = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
+    batch: Batch = TokenBatch(tokens, torch.zeros_like(tokens) if training.start.step.mask_documents else None)
     predicted = memory(training.spec, training.start.step, layout).allocated
-    if isinstance(plan, ExamplePlan):
-        tokens, documents = longest_batch(training.stream, plan, training.world), None
+    if isinstance(training.stream, ExampleStream):
+        batch = longest_batch(training.stream, plan, training.world)
     elif prefers(training.recipe):
-        with contextlib.closing(open_batches(training)) as batches:
-            tokens, documents = next(batches)
+        batches = open_batches(training)
+        batch = next(batches)
+        batches.close()
     try:
-        training.stepper.gradients(tokens, documents)
+        cast(Stepper, training.stepper).gradients(batch)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             "train.out-of-memory",
@@ -349,7 +349,9 @@ def trial_step(training: Training) -> str:
     return f"memory: a trial step needed {needed}; predicted {print_bytes(predicted)} ({difference:+.0%})"
 
 
-def announce(training: Training, checkpoints: Checkpointing, restored: Any, load_seconds: float) -> None:
+def announce(
+    training: Training, checkpoints: Checkpointing, restored: SavedCheckpoint | None, load_seconds: float
+) -> None:
     """Write the manifest and the first event, and say every automatic choice with its reason."""
     world, recipe, plan, run_folder = training.world, training.recipe, training.plan, training.run
     if training.meter is not None:
@@ -389,17 +391,23 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any, load
     else:
         step, name = training.step, restored.path.name
         lost_steps = max(0, (run_folder.last_metrics().step or step) - step)
-        resumed = {"step": step, "tokens": training.tokens, "checkpoint": name, "load_seconds": load_seconds}
-        run_folder.record(Resumed(**resumed, lost_steps=lost_steps, **common))
+        resumed = Resumed(
+            step=step,
+            tokens=training.tokens,
+            checkpoint=name,
+            load_seconds=load_seconds,
+            lost_steps=lost_steps,
+            **common,
+        )
+        run_folder.record(resumed)
         repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""
         notes += [
             *(f"damaged: {sentence}" for sentence in restored.set_aside),
-            restored.missing,
+            restored.missing or "",
             f"resumed at step {step} from {name}, which took {print_seconds(load_seconds)} to load{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
-    is_examples = isinstance(training.stream, ExampleStream)
-    notes.append(training.stream.note(plan.seq_len) if is_examples else training.stream.packing_line())
+    notes.append(training.stream.packing_line())
     save, held_out = recipe.save, training.validator is not None
     if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
         reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"

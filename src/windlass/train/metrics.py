@@ -189,8 +189,8 @@ class Recorder(Hook):
                 if item.result.expert_loads is not None and is_sampled(item.step, item.logged.steps, training):
                     loads = item.result.expert_loads.cpu()
                     percent = (100.0 * loads / loads.mean(1, keepdim=True)).round().int().tolist()
-                    layers = training.stepper.routers.layers
-                    training.run.record(ExpertLoads(step=item.step, percent=dict(zip(layers, percent, strict=True))))
+                    layers = zip(item.result.expert_layers, percent, strict=True)
+                    training.run.record(ExpertLoads(step=item.step, percent=dict(layers)))
                 training.run.record_metrics(line)
                 each(self.listeners, "on_log", training, line.as_dict())
 

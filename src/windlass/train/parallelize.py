@@ -11,15 +11,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from windlass.blocks import block_part
 from windlass.blocks.attention.kernels import attention_core
 from windlass.blocks.divide import Meshes
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
+from windlass.blocks.head.parallel import parallel_logits, parallel_loss
 from windlass.blocks.head.preference import preference_loss
 from windlass.blocks.head.spec import choose_loss
 from windlass.blocks.initial_values import local_tensor
@@ -84,7 +86,7 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
         if world.layout.context > 1:
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)
-        divide_blocks(module, step, world, recipe.train.objective)
+        divide_blocks(module, world)
         if recipe.tune is not None and recipe.tune.lora is not None:
             parts.notes.append(add_adapters(module, recipe.tune.lora))
         if step.precision == "fp8":
@@ -120,35 +122,40 @@ def split_stages(model: DecoderModel, world: World) -> ModelParts:
 
 
 def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World, notes: list[str]) -> None:
-    """Give the head its loss function; a divided vocabulary gets another one in `divide_blocks`."""
+    """Give the head its loss function."""
     if not module.divisible:  # a Hugging Face model has its own head and returns full logits
         assert isinstance(module, HFModel)
         module.z_loss = step.z_loss
         notes.append("loss: plain (a Hugging Face model returns full logits)")
     if module.head is None:
         return
+    mesh, objective = world.block_meshes.tensor, recipe.train.objective
     if recipe.tune is not None and recipe.tune.task == "prefer":
-        module.head.loss = partial(preference_loss, beta=recipe.tune.beta, chunk=step.loss_chunk)
+        logits = F.linear if mesh is None else partial(parallel_logits, mesh=mesh)
+        module.head.loss = partial(preference_loss, beta=recipe.tune.beta, chunk=step.loss_chunk, logits=logits)
         notes.append(f"loss: preference of answers (DPO, beta {recipe.tune.beta:g})")
         return
-    module.head.loss = OBJECTIVES.load(recipe.train.objective).loss_function(step)
-    tokens = world.layout.micro_batch * step.seq_len // world.layout.context
-    kind, reason = choose_loss(recipe.train.loss, module.spec.embedding.rows, tokens, world.layout.tensor)
-    notes.append(f"loss: {f'in chunks of {step.loss_chunk} tokens' if kind == 'chunked' else kind} ({reason})")
-
-
-def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective: str) -> None:
-    """Tensor, context and expert parallelism, block by block."""
-    meshes = world.block_meshes
-    if meshes == Meshes():
-        return
-    if meshes.tensor is not None and objective != "next_token":
+    if mesh is None:
+        module.head.loss = OBJECTIVES.load(objective).loss_function(step)
+    elif objective == "next_token":
+        module.head.loss = partial(parallel_loss, mesh=mesh, chunk=step.loss_chunk, z_loss=step.z_loss)
+    else:
         raise ConfigError(
             "train.objective-not-divided",
             f"train.objective = {objective!r} is not computed on a divided vocabulary "
             f"(layout.tensor {world.layout.tensor})",
             hint="set layout.tensor = 1",
         )
+    tokens = world.layout.micro_batch * step.seq_len // world.layout.context
+    kind, reason = choose_loss(recipe.train.loss, module.spec.embedding.rows, tokens, world.layout.tensor)
+    notes.append(f"loss: {f'in chunks of {step.loss_chunk} tokens' if kind == 'chunked' else kind} ({reason})")
+
+
+def divide_blocks(module: DecoderModel, world: World) -> None:
+    """Tensor, context and expert parallelism, block by block."""
+    meshes = world.block_meshes
+    if meshes == Meshes():
+        return
     for layer in module.typed_layers():
         for branch, block in zip(layer.spec.branches, layer.blocks(), strict=True):
             block_part(branch.block.kind, "parallel").parallelize(block, meshes)
@@ -163,8 +170,11 @@ def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective:
         parallel_norm.parallelize(module.norm, meshes.tensor)
     if module.embed is not None:
         parallel_embedding.parallelize(module.embed, meshes.tensor)
-    if module.head is not None:
-        parallel_head.parallelize(module.head, meshes.tensor, chunk=step.loss_chunk, z_loss=step.z_loss)
+    if module.head is not None and module.divides_head:
+        parallel_head.parallelize(module.head, meshes.tensor)
+    elif module.head is not None and module.head.weight is not None:
+        copies = distribute_tensor(module.head.weight.detach(), meshes.tensor, [Replicate()])
+        module.head.weight = nn.Parameter(copies)
 
 
 def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> None:

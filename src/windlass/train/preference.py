@@ -2,6 +2,7 @@
 
 import io
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,20 @@ from windlass.config import Recipe
 from windlass.data.stream import StoreStream
 from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import write_atomic
-from windlass.train.batches import cut
+from windlass.train.batches import token_batch
 from windlass.train.hooks import Training
 from windlass.train.mesh import World
-from windlass.train.validate import without_dropout
+from windlass.train.targets import TargetMaker
+from windlass.train.validate import Validator, without_dropout
 
-REFERENCE_FILE = "reference.npy"
+REFERENCE_FILE, HELD_OUT_FILE = "reference.npy", "reference-validation.npy"
 
 
 def prefers(recipe: Recipe) -> bool:
     return recipe.tune is not None and recipe.tune.task == "prefer"
 
 
-def check_preference(recipe: Recipe, stream: Any, world: World) -> None:
+def check_preference(recipe: Recipe, stream: StoreStream, world: World) -> None:
     layout = world.layout
     if recipe.data.pack != "documents":
         raise ConfigError(
@@ -32,12 +34,12 @@ def check_preference(recipe: Recipe, stream: Any, world: World) -> None:
             f'[tune] task = "prefer" needs both answers of a pair in one sequence, but data.pack = "{recipe.data.pack}"',
             hint='set data.pack = "documents"',
         )
-    if (layout.tensor, layout.pipeline, layout.context) != (1, 1, 1):
+    if (layout.pipeline, layout.context) != (1, 1):
         raise ConfigError(
             "tune.pairs-divided",
-            f'[tune] task = "prefer" runs on data-parallel layouts, not with tensor {layout.tensor}, '
-            f"pipeline {layout.pipeline}, context {layout.context}",
-            hint='set them to 1 and use layout.shard = "full"',
+            f'[tune] task = "prefer" needs the answers of a pair on one rank, not pipeline {layout.pipeline} and '
+            f"context {layout.context}",
+            hint='set them to 1; layout.shard = "full" and layout.tensor divide the model',
         )
     sources = stream.store.manifest.get("sources", {}) if stream.store is not None else {}
     trained = [name for name, size in zip(stream.sources, stream.mixture.windows, strict=True) if size]
@@ -49,10 +51,24 @@ def check_preference(recipe: Recipe, stream: Any, world: World) -> None:
         )
 
 
-def attach_reference(training: Training) -> str:
-    """Give the stream the reference of every pair: from the run folder, or at step 0 by the weights as they are."""
-    stream, path = training.stream, training.run.path / REFERENCE_FILE
-    assert isinstance(stream, StoreStream) and stream.packings is not None
+def attach_references(training: Training) -> None:
+    """Give the streams of training and validation the reference of every pair."""
+    stream, validator, path = training.stream, training.validator, training.run.path / HELD_OUT_FILE
+    assert isinstance(stream, StoreStream)
+    training.say(attach_reference(training, stream, training.run.path / REFERENCE_FILE))
+    if not isinstance(validator, Validator):
+        return
+    assert isinstance(validator.stream, StoreStream)
+    if training.step > 0 and not path.is_file():  # a run of version 0.7 or before
+        validator.held.clear()
+        training.say(f"no validation: {path} is missing, and the starting model is gone")
+        return
+    training.say(attach_reference(training, validator.stream, path))
+
+
+def attach_reference(training: Training, stream: StoreStream, path: Path) -> str:
+    """From the file, or at step 0 by the weights as they are."""
+    assert stream.packings is not None
     sizes = [len(packing.begins) for packing in stream.packings]
     if path.is_file():
         margins, source = np.load(path, allow_pickle=False), f"from {path}"
@@ -63,7 +79,7 @@ def attach_reference(training: Training) -> str:
             hint="restore the file, or begin a new run",
         )
     else:
-        margins, source = compute_reference(training, sum(sizes)), "by the starting weights"
+        margins, source = compute_reference(training, stream, sum(sizes)), "by the starting weights"
         if training.world.is_main:
             buffer = io.BytesIO()
             np.save(buffer, margins)
@@ -75,28 +91,30 @@ def attach_reference(training: Training) -> str:
             hint="the token store or data.seq_len has changed: begin a new run",
         )
     stream.reference = np.split(margins, np.cumsum(sizes)[:-1])
-    return f"reference of {len(margins):,} pairs: {source}"
+    return f"reference of {len(margins):,} pairs ({stream.split}): {source}"
 
 
-def compute_reference(training: Training, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def compute_reference(
+    training: Training, pairs_stream: StoreStream, count: int
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Chosen minus rejected log-probability of every pair, on all ranks together."""
     recipe, world, module = training.recipe, training.world, training.parts.modules[0]
     plain = recipe.data.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
-    stream = StoreStream(training.stream.store, plain, seed=0, split="train", vocab=module.vocab)
+    stream = StoreStream(pairs_stream.store, plain, seed=0, split=pairs_stream.split, vocab=module.vocab)
     assert stream.packings is not None and module.head is not None
     stream.reference = [np.zeros(len(packing.begins), dtype=np.float32) for packing in stream.packings]
     # In natural proportion the first pass over all sources ends together: each window comes once.
     windows, size = int(stream.mixture.windows.sum()), world.layout.micro_batch
     margins = torch.zeros(count, dtype=torch.float64, device=world.device)
-    loss, module.head.loss = module.head.loss, partial(pair_margins, chunk=recipe.train.loss_chunk)
+    loss = module.head.loss
+    module.head.loss = partial(pair_margins, chunk=recipe.train.loss_chunk, logits=module.head.logits)
+    targets = TargetMaker(recipe, world, module.vocab, held_out=True)
     try:
         with torch.no_grad(), without_dropout([module]):
             for start in range(0, windows, size * world.layout.data):
                 own = np.minimum(start + world.data_rank * size + np.arange(size), windows - 1)
-                arrays = stream.sequences(own), stream.document_ids(own), stream.ignored(own), stream.pairs(own)
-                tokens, documents, ignored, pairs = (torch.from_numpy(array).to(world.device) for array in arrays)
-                inputs, targets, numbers = cut(tokens.long(), documents.long(), world, ignored)
-                numbers_and_margins = module(inputs, torch.cat((targets[..., None], pairs.long()), -1), numbers)
+                part = targets.make(token_batch(stream.batch(own, documents=True), world.device), salt=0)
+                numbers_and_margins = module(part.inputs, part.targets, part.documents)
                 margins[numbers_and_margins[0].long()] = numbers_and_margins[1]
     finally:
         module.head.loss = loss

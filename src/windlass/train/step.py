@@ -16,17 +16,16 @@ from torch import Tensor
 from windlass.blocks.head.preference import FURTHER_MEANS
 from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
-from windlass.layout.types import IGNORED, StepSpec
-from windlass.train.batches import BatchPlan, ExampleBatch, MarkedBatch, MicroBatch, cut
+from windlass.layout.types import StepSpec
+from windlass.train.batches import Batch, BatchPlan, ExampleBatch, MicroBatch, TokenBatch
 from windlass.train.capture import Replayed, ReplayedByShape, obstacle
-from windlass.train.goldfish import left_out
 from windlass.train.guard import Guard
 from windlass.train.instruments import AttentionLogits, Instruments, QKClip
-from windlass.train.masking import masking_of
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 from windlass.train.routers import Routers
+from windlass.train.targets import TargetBatch, TargetMaker
 
 # Values of a gradient from which on a kernel of its own is faster.
 LARGE = 2**24
@@ -46,8 +45,9 @@ class StepResult:
     forward: list[tuple[Mark, Mark]] | None
     # How long the step waited for its batch.
     data_seconds: float = 0.0
-    # Rows of each expert in the batch (layers with experts, experts).
+    # Rows of each expert in the batch (layers with experts, experts), and the numbers of these layers.
     expert_loads: Tensor | None = None
+    expert_layers: Sequence[int] = ()
     # What `Instruments.finish` measured, in a step that was asked for it.
     layers: Tensor | None = None
     # Names of further means that the objective reports, at the end of `values`.
@@ -73,10 +73,8 @@ class Stepper:
         self.clip = recipe.optim.clip
         # Of a sum over tokens in the loss; set for each batch.
         self.scale: float | Tensor = 1.0 / plan.tokens_per_step
-        self.goldfish = recipe.train.goldfish_k, recipe.train.goldfish_h
-        self.masking = masking_of(recipe, parts.modules[0].vocab)
-        prefers = recipe.tune is not None and recipe.tune.task == "prefer"
-        self.further = FURTHER_MEANS if prefers else ()
+        self.targets = TargetMaker(recipe, world, parts.modules[0].vocab)
+        self.further = FURTHER_MEANS if recipe.tune is not None and recipe.tune.task == "prefer" else ()
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
         # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
@@ -113,15 +111,13 @@ class Stepper:
             if optimizer.keep_gradients and spec.recompute == "none":
                 self.replayed_pass = ReplayedByShape(self._pass)
 
-    def step(
-        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None, lr: float, *, measure: bool = False
-    ) -> StepResult:
-        """One optimizer step on this rank's sequences (n, seq_len + 1); `measure`: look at every layer."""
+    def step(self, batch: Batch, lr: float, *, measure: bool = False) -> StepResult:
+        """One optimizer step on this rank's part of a batch; `measure`: look at every layer."""
         instruments = self.instruments if measure else None
         if instruments is not None and self.logits is not None:
             instruments.begin()
             self.logits.attach()
-        forward = self.gradients(tokens, documents)
+        forward = self.gradients(batch)
         self.beat("reduce")
         (loss, norm, auxiliary), further, routed = self._reduce()
         self.beat("update")
@@ -144,79 +140,59 @@ class Stepper:
         if self.parts.tie is not None:
             self.parts.tie.spread()
         values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing, *further))
-        return StepResult(values, lr, forward, layers=layers, expert_loads=loads, further=self.further)
+        return StepResult(
+            values,
+            lr,
+            forward,
+            expert_loads=loads,
+            expert_layers=self.routers.layers,
+            layers=layers,
+            further=self.further,
+        )
 
-    def gradients(
-        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
-    ) -> list[tuple[Mark, Mark]] | None:
+    def gradients(self, batch: Batch) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         if self.replayed is None:
-            return self._run_passes(tokens, documents)
+            return self._run_passes(batch)
         self.beat("forward")
-        self._sums[:], gradients = self.replayed(cast(Tensor, tokens))
+        self._sums[:], gradients = self.replayed(cast(TokenBatch, batch).tokens)
         for slot, gradient in zip(self.optimizer.slots, gradients, strict=True):
             slot.parameter.grad = gradient
         return None
 
     def _passes_and_gradients(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        self._run_passes(tokens, None)
+        self._run_passes(TokenBatch(tokens))
         return list(self._sums), [slot.parameter.grad for slot in self.optimizer.slots]
 
-    def _run_passes(
-        self, tokens: Tensor | ExampleBatch | MarkedBatch, documents: Tensor | None
-    ) -> list[tuple[Mark, Mark]] | None:
+    def _run_passes(self, batch: Batch) -> list[tuple[Mark, Mark]] | None:
         self._sums.clear()
         self.routers.clear()
         if self.logits is not None:
             self.logits.clear()
-        if isinstance(tokens, ExampleBatch):
-            self.scale = 1.0 / tokens.counted
+        if isinstance(batch, ExampleBatch):
+            self.scale = 1.0 / batch.counted
             if self.replayed_pass is None:
-                return self._run_micro_batches(tokens.micro_batches)
+                return self._run_micro_batches(batch.micro_batches)
             self.beat("forward")
             scale = torch.full((), self.scale, device=self.world.device)
-            self._sums += [self.replayed_pass(*inputs, scale) for inputs in tokens.micro_batches]
+            self._sums += [self.replayed_pass(*inputs, scale) for inputs in batch.micro_batches]
             return None
-        ignored: Tensor | None = None
-        pairs: Tensor | None = None
-        count = 0
-        if isinstance(tokens, MarkedBatch):
-            ignored, pairs, count = tokens.ignored, tokens.pairs, tokens.pair_count
-            tokens = tokens.tokens
-        batch_tokens = len(tokens) * self.world.layout.data * self.plan.seq_len  # of the whole step
-        self.routers.set_scale(1.0 / batch_tokens)
-        self.scale = 1.0 / batch_tokens
-        if self.masking is not None:
-            # The count of updates is part of a checkpoint, and the same on every rank.
-            inputs, targets = self.masking.hide(tokens[:, :-1], self.optimizer.count.long())
-            self.scale = self._counted(targets == IGNORED, batch_tokens).clamp(min=1).reciprocal()
-            return self._run_micro_batches(self._micro_batches(inputs, targets, None))
-        if self.goldfish[0]:
-            chosen = left_out(tokens, *self.goldfish)
-            ignored = chosen if ignored is None else ignored | chosen
-        if ignored is not None:
-            self.scale = self._counted(ignored, batch_tokens).clamp(min=1).reciprocal()
-        inputs, targets, numbers = cut(tokens, documents, self.world, ignored)
-        if pairs is not None:  # the mean is that of pairs
-            total = self.world.sum_(torch.tensor(float(count), device=self.world.device))
-            self.scale, targets = total.clamp(min=1).reciprocal(), torch.cat((targets[..., None], pairs), -1)
-        if self.schedule is not None:
-            self._run_pipeline("step", inputs, targets, numbers)
-            if self.parts.tie is not None:
-                self.parts.tie.collect()
-            return None
-        return self._run_micro_batches(self._micro_batches(inputs, targets, numbers))
+        self.routers.set_scale(1.0 / (len(batch.tokens) * self.world.layout.data * self.plan.seq_len))
+        # The count of updates is part of a checkpoint, and the same on every rank.
+        part = self.targets.make(batch, self.optimizer.count.long())
+        self.scale = self.targets.scale(batch, part)
+        if self.schedule is None:
+            return self._run_micro_batches(part.micro_batches(self.plan.layout.micro_batch))
+        self._run_pipeline("step", part)
+        if self.parts.tie is not None:
+            self.parts.tie.collect()
+        return None
 
     def _pass(self, inputs: Tensor, targets: Tensor, segments: Tensor, scale: Tensor) -> Tensor:
         sums: Tensor = self.parts.modules[0](inputs, targets, segments)
         (sums[0] * scale).backward()
         return sums.detach()
-
-    def _micro_batches(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> list[MicroBatch]:
-        size = self.plan.layout.micro_batch
-        cuts = [slice(at, at + size) for at in range(0, len(inputs), size)]
-        return [(inputs[part], targets[part], None if numbers is None else numbers[part]) for part in cuts]
 
     def _run_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Mark, Mark]]:
         module, forward = self.parts.modules[0], list[tuple[Mark, Mark]]()
@@ -231,31 +207,26 @@ class Stepper:
             (sums[0] * self.scale).backward()
         return forward
 
-    def _counted(self, ignored: Tensor, batch_tokens: int) -> Tensor:
-        """Tokens of the whole batch that are not ignored; every rank of a data group holds the same sequences."""
-        layout = self.world.layout
-        copies = layout.tensor * layout.context * layout.pipeline
-        return (batch_tokens - self.world.sum_(ignored.sum(dtype=torch.float64)) / copies).to(torch.float32)
-
-    def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
+    def pipeline_sums(self, part: TargetBatch) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
-        self._run_pipeline("eval", inputs, targets, numbers)
-        return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
+        self._run_pipeline("eval", part)
+        none = torch.zeros(2 + len(self.further), device=self.world.device)
+        return torch.stack(self._sums).sum(0) if self._sums else none
 
     def _schedule_of(self, micro_batches: int) -> Any:
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = bind_pipeline(self.parts, self.world, self._pipeline_loss, micro_batches)
         return self._schedules[micro_batches]
 
-    def _run_pipeline(self, method: str, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
+    def _run_pipeline(self, method: str, part: TargetBatch) -> None:
         """Every stage gets the document numbers; the one with the head also the targets, as input and for the loss."""
-        micro_batches = len(inputs) // self.plan.layout.micro_batch
+        micro_batches = len(part.inputs) // self.plan.layout.micro_batch
         run = getattr(self._schedule_of(micro_batches), method)
-        keywords = {} if numbers is None else {"documents": numbers}
+        keywords = {} if part.documents is None else {"documents": part.documents}
         if self.parts.num_stages - 1 in self.parts.stages:
-            keywords |= {"targets": targets, "target": targets}
-        run(*((inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
+            keywords |= {"targets": part.targets, "target": part.targets}
+        run(*((part.inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
         # Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch.
         del self._sums[:-micro_batches]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from windlass.data.example_batches import (
     micro_batches,
 )
 from windlass.data.examples import read_example_sets
+from windlass.data.mix import SourcePasses
 from windlass.data.tokenizer import load_tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.layout.types import IGNORED, Layout
@@ -34,7 +35,7 @@ from windlass.train.batches import BatchPlan, ExampleBatch
 from windlass.train.label_metrics import label_scores
 from windlass.train.mesh import World
 from windlass.train.parallelize import ModelParts
-from windlass.train.validate import HeldOutLoss, Validation, without_dropout
+from windlass.train.validate import HeldOutLoss, HeldOutSource, Validation, without_dropout
 
 GPU_WIDTH_MULTIPLE = 32
 
@@ -79,7 +80,7 @@ class ExampleStream:
                 f"examples have changed since the run was created: {', '.join(changed)}",
                 hint="restore the files, or train a new run on these",
             )
-        self.tune, self.sets = tune, read_example_sets(tune)
+        self.tune, self.sets, self.seq_len = tune, read_example_sets(tune), recipe.data.seq_len
         encode, self.pad = open_encoder(recipe)
         self.train, self.validation, self.test = (
             EncodedExamples(part, self.sets.labels, tune, encode, pad=self.pad)
@@ -100,15 +101,15 @@ class ExampleStream:
 
     def check(self, tokens: int) -> None: ...
 
-    def epochs(self, tokens: int) -> list[Any]:
+    def epochs(self, tokens: int) -> list[SourcePasses]:
         return []
 
-    def note(self, seq_len: int) -> str:
+    def packing_line(self) -> str:
         cut = self.train.cut + self.validation.cut + self.test.cut
         texts = (
             f"{len(self.train):,} for training, {len(self.validation):,} for validation, {len(self.test):,} for test"
         )
-        return f"examples: {texts}; {cut:,} were cut to {seq_len:,} tokens"
+        return f"examples: {texts}; {cut:,} were cut to {self.seq_len:,} tokens"
 
 
 def open_encoder(recipe: Recipe) -> tuple[Callable[..., Any], int]:
@@ -141,51 +142,36 @@ class ExampleReader:
     def __init__(self, stream: ExampleStream, plan: ExamplePlan, world: World, step: int) -> None:
         self.stream, self.plan, self.world, self.step = stream, plan, world, step
 
-    def __next__(self) -> tuple[ExampleBatch, None]:
+    def __next__(self) -> ExampleBatch:
         layout, examples = self.plan.layout, self.stream.train
         chosen = self.plan.order.step(self.step)
         self.step += 1
         parts = micro_batches(chosen, layout.micro_batch, layout.accumulation, layout.data, self.world.data_rank)
-        # A GPU records its kernels once for each width: there must be few.
-        width_multiple = GPU_WIDTH_MULTIPLE if self.world.cuda else 1
-        rows = [
-            pad(
-                examples,
-                part,
-                layout.micro_batch,
-                self.world.device,
-                int(chosen[-1]),
-                width_multiple,
-                self.plan.seq_len,
-            )
-            for part in parts
-        ]
-        return ExampleBatch(rows, examples.counted(chosen.tolist(), self.stream.weights)), None
+        rows = [pad(examples, part, self.world, int(chosen[-1]), self.plan.seq_len) for part in parts]
+        return ExampleBatch(rows, examples.counted(chosen.tolist(), self.stream.weights))
 
     def close(self) -> None: ...
 
 
 def pad(
-    examples: EncodedExamples,
-    part: list[int],
-    count: int,
-    device: torch.device,
-    spare: int,
-    width_multiple: int = 1,
-    max_width: int = 0,
+    examples: EncodedExamples, part: list[int], world: World, spare: int, max_width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A micro-batch on the device. One without examples computes a short text that does not count: every rank takes
     part in every reduction."""
-    batch = examples.pad_rows(part or [spare], count=count, width_multiple=width_multiple, max_width=max_width)
+    # A GPU records its kernels once for each width: there must be few. Tensor-parallel ranks divide the positions.
+    multiple = math.lcm(GPU_WIDTH_MULTIPLE if world.cuda else 1, world.layout.tensor)
+    batch = examples.pad_rows(
+        part or [spare], count=world.layout.micro_batch, width_multiple=multiple, max_width=max_width
+    )
     if not part:
         batch.targets[...] = np.nan if batch.targets.dtype.kind == "f" else IGNORED
     tokens, targets, segments = (
-        torch.from_numpy(a).to(device, non_blocking=True) for a in (batch.tokens, batch.targets, batch.segments)
+        torch.from_numpy(a).to(world.device, non_blocking=True) for a in (batch.tokens, batch.targets, batch.segments)
     )
     return tokens, targets, segments
 
 
-def longest_batch(stream: ExampleStream, plan: ExamplePlan, world: World) -> ExampleBatch:
+def longest_batch(stream: ExampleStream, plan: BatchPlan, world: World) -> ExampleBatch:
     """A step of texts of the greatest length, of which none counts."""
     shape, task = (plan.layout.micro_batch, plan.seq_len), stream.tune.task
     targets = torch.from_numpy(empty_targets(task, *shape, len(stream.sets.labels))).to(world.device)
@@ -195,16 +181,9 @@ def longest_batch(stream: ExampleStream, plan: ExamplePlan, world: World) -> Exa
 
 @dataclass(frozen=True)
 class ExampleValidation(Validation):
-    """`scores` of a validation pass; `selected` is the one that is compared between passes."""
+    """`selected` is the score that is compared between passes."""
 
-    scores: dict[str, float | None] = field(default_factory=dict)
     selected: str = "loss"
-
-    def line(self) -> dict[str, float | None]:
-        return {**super().line(), **{f"val_{name}": value for name, value in self.scores.items()}}
-
-    def event(self) -> dict[str, Any]:
-        return {**super().event(), "scores": self.scores}
 
     def compared(self, metric: str) -> float | None:
         value = self.overall.loss if self.selected == "loss" else self.scores[self.selected]
@@ -216,7 +195,7 @@ class ExampleValidator:
 
     def __init__(self, stream: ExampleStream, world: World, parts: ModelParts) -> None:
         self.stream, self.world, self.parts = stream, world, parts
-        self.held: list[Any] = []
+        self.held: list[HeldOutSource] = []
         self.selected = stream.tune.selected_metric
 
     def run(
@@ -231,13 +210,13 @@ class ExampleValidator:
         with torch.no_grad(), without_dropout(self.parts.modules):
             for at in range(0, len(order), step):
                 part = micro_batches(order[at : at + step], layout.micro_batch, 1, layout.data, world.data_rank)[0]
-                tokens, targets, segments = pad(examples, part, layout.micro_batch, world.device, int(order[-1]))
+                tokens, targets, segments = pad(examples, part, world, int(order[-1]), stream.seq_len)
                 logits = self.parts.modules[0](tokens, None, segments).float()
                 loss += float(head.sums(logits, targets)[1])
                 answers |= dict(zip(part, self._answers(logits, targets), strict=False))
                 if stopping():
                     return None
-        total = torch.tensor(loss, dtype=torch.float64, device=world.device)
+        total = torch.tensor(loss * world.counts_loss, dtype=torch.float64, device=world.device)
         world.sum_(total)
         gathered = [answers]
         if world.size > 1:

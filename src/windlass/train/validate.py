@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from windlass.config import Recipe
 from windlass.data.store import open_store
-from windlass.data.stream import open_stream
+from windlass.data.stream import Stream, open_stream
 from windlass.errors import WindlassError
-from windlass.layout.types import IGNORED
-from windlass.train.batches import cut
-from windlass.train.masking import HELD_OUT_SALT, masking_of
+from windlass.models.decoder import DecoderModel
+from windlass.train.batches import token_batch
+from windlass.train.masking import HELD_OUT_SALT
 from windlass.train.mesh import World
 from windlass.train.parallelize import ModelParts
 from windlass.train.step import Stepper
+from windlass.train.targets import TargetMaker
 
 Ints = npt.NDArray[np.int64]
 # Held-out sequences that are scanned to find some of each source; a source rarer than that is left out.
@@ -56,6 +57,8 @@ class Validation:
     overall: HeldOutLoss
     sources: dict[str, HeldOutLoss]
     languages: dict[str, HeldOutLoss]
+    # Scores of labels, or further means of the objective, by name.
+    scores: dict[str, float | None] = field(default_factory=dict)
 
     def line(self) -> dict[str, float | None]:
         """The same as flat keys of a metrics line; sources only when there are several."""
@@ -65,7 +68,7 @@ class Validation:
             line[f"val_loss{suffix}"] = part.loss
             if part.bits_per_byte is not None:
                 line[f"val_bits_per_byte{suffix}"] = part.bits_per_byte
-        return line
+        return {**line, **{f"val_{name}": value for name, value in self.scores.items()}}
 
     def compared(self, metric: str) -> float | None:
         """The value of `save.metric`; lower is better."""
@@ -78,28 +81,34 @@ class Validation:
             "bits_per_byte": self.overall.bits_per_byte,
             "sources": {name: asdict(part) for name, part in self.sources.items()},
             "languages": {name: asdict(part) for name, part in self.languages.items()},
+            "scores": self.scores,
         }
 
 
 class Validator:
     def __init__(
-        self, stream: Any, sequences: int, recipe: Recipe, world: World, parts: ModelParts, stepper: Stepper
+        self, stream: Stream, sequences: int, recipe: Recipe, world: World, parts: ModelParts, stepper: Stepper
     ) -> None:
         self.stream, self.recipe, self.world, self.parts, self.stepper = stream, recipe, world, parts, stepper
         # A pipeline always takes as many micro-batches as in training.
         self._per_rank = world.layout.micro_batch if stepper.schedule is None else stepper.plan.sequences_per_rank
         self._batch_size = self._per_rank * world.layout.data
         self.held = hold_out(stream, sequences, self._batch_size)
-        self.masking = masking_of(recipe, parts.modules[0].vocab)
-        if self.masking is not None:  # the loss of hidden tokens is not the length of a code of the text
+        self.targets = TargetMaker(recipe, world, parts.modules[0].vocab, held_out=True)
+        if recipe.tune is not None and recipe.tune.task in ("masked", "prefer"):
+            # The loss of hidden tokens or of pairs is not the length of a code of the text.
             self.held = [replace(part, bytes_per_token=None) for part in self.held]
         elif world.is_main:  # the only rank that writes it down
             self.held = with_measured_bytes(stream, self.held)
 
     def run(self, stopping: Callable[[], object] = lambda: None) -> Validation | None:
-        """One pass over all sources, the same result on every rank; None when `stopping` said so between batches."""
-        # Of each source: summed loss, and hidden tokens where some are.
-        totals = torch.zeros(len(self.held), 2, dtype=torch.float64, device=self.world.device)
+        """One pass over all sources, the same result on every rank; None when `stopping` said so between batches, or
+        when nothing is held out."""
+        if not self.held:
+            return None
+        # Of each source: what counts (tokens, targets or pairs), summed loss, further sums of the objective.
+        further = self.stepper.further
+        totals = torch.zeros(len(self.held), 2 + len(further), dtype=torch.float64, device=self.world.device)
         with torch.no_grad(), without_dropout(self.parts.modules):
             for index, part in enumerate(self.held):
                 for start in range(0, len(part.indexes), self._batch_size):
@@ -107,35 +116,24 @@ class Validator:
                     if stopping():
                         return None
         self.world.sum_(totals)
-        losses, hidden = totals.T.tolist()
-        tokens = [len(part.indexes) * self.recipe.data.seq_len for part in self.held]
-        if not self.stream.counts_all:
-            tokens = [max(1, int((~self.stream.ignored(part.indexes)).sum())) for part in self.held]
-        if self.masking is not None:
-            tokens = [max(1, int(count)) for count in hidden]
-        return combine(self.held, [total / count for total, count in zip(losses, tokens, strict=True)])
+        validation = combine(self.held, (totals[:, 1] / totals[:, 0].clamp(min=1)).tolist())
+        count, _, *sums = totals.sum(0).tolist()
+        return replace(validation, scores={name: total / count for name, total in zip(further, sums, strict=True)})
 
     def _batch(self, indexes: Ints) -> Tensor:
-        """Summed loss of this rank's part of a batch, and how many of its tokens are hidden."""
+        """Sums of this rank's part of a batch: what counts, loss, further sums."""
         numbers = indexes[self.world.data_rank * self._per_rank :][: self._per_rank]
-        arrays = [self.stream.sequences(numbers)]
-        arrays += [self.stream.document_ids(numbers)] if self.recipe.data.masks_documents else []
-        tokens, *documents = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
-        if self.masking is not None:
-            inputs, targets = self.masking.hide(tokens[:, :-1], HELD_OUT_SALT)
-            return torch.stack((self.parts.modules[0](inputs, targets)[1], (targets != IGNORED).sum())).double()
-        ignored = None
-        if not self.stream.counts_all:
-            ignored = torch.from_numpy(self.stream.ignored(numbers)).to(self.world.device)
-        batch = cut(tokens, documents[0] if documents else None, self.world, ignored)
-        run = self.parts.modules[0] if self.stepper.schedule is None else self.stepper.pipeline_sums
-        loss = run(*batch)[1].double()
-        none = torch.zeros_like(loss)
-        return torch.stack((loss if self.world.counts_loss else none, none))
+        batch = token_batch(self.stream.batch(numbers, documents=self.recipe.data.masks_documents), self.world.device)
+        part = self.targets.make(batch, HELD_OUT_SALT)
+        if self.stepper.schedule is None:
+            sums = self.parts.modules[0](part.inputs, part.targets, part.documents)
+        else:
+            sums = self.stepper.pipeline_sums(part)
+        return torch.cat((self.targets.count(part)[None], sums[1:].double() * float(self.world.counts_loss)))
 
 
 @contextlib.contextmanager
-def without_dropout(modules: Iterable[Any]) -> Iterator[None]:
+def without_dropout(modules: Iterable[DecoderModel]) -> Iterator[None]:
     """Dropout would blur the loss and use up random numbers of training. Our own families have none."""
     changed = [module for module in modules if module.has_dropout]
     for module in changed:
@@ -147,7 +145,7 @@ def without_dropout(modules: Iterable[Any]) -> Iterator[None]:
             module.train()
 
 
-def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource]:
+def hold_out(stream: Stream, sequences: int, batch_size: int) -> list[HeldOutSource]:
     """About `sequences` sequences, of every source in proportion and at least one batch of each.
 
     A batch is of one source, so that its loss is known without a loss per token; a source that is smaller than a
@@ -180,7 +178,7 @@ def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource
     return held
 
 
-def with_measured_bytes(stream: Any, held: list[HeldOutSource]) -> list[HeldOutSource]:
+def with_measured_bytes(stream: Stream, held: list[HeldOutSource]) -> list[HeldOutSource]:
     """With the bytes of the very text that is used: held-out documents can differ from the rest of their source."""
     store = stream.store
     if store is None or store.tokenizer_file is None or not stream.counts_all:

@@ -8,26 +8,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from windlass.blocks.divide import by_rows, first_row
+from windlass.blocks.divide import by_rows, first_row, gathered
 from windlass.blocks.head.loss import ChunkedLoss
 from windlass.blocks.head.module import OutputHead
 from windlass.blocks.initial_values import local_tensor
 
 
-def parallelize(head: OutputHead, tensor_mesh: DeviceMesh, *, chunk: int, z_loss: float) -> None:
+def parallelize(head: OutputHead, tensor_mesh: DeviceMesh) -> None:
     if head.weight is not None:  # else it is the embedding's, which is divided already
         head.weight = by_rows(head.weight, tensor_mesh)
-    head.loss = partial(parallel_loss, mesh=tensor_mesh, chunk=chunk, z_loss=z_loss)
     head.logits = partial(parallel_logits, mesh=tensor_mesh)
 
 
 def full_sequence(hidden: Tensor) -> Tensor:
     """Sequence-sharded hidden states gathered on each rank; their gradients are partial sums over vocabulary parts."""
-    if not isinstance(hidden, DTensor):
-        return hidden
-    return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    hidden = gathered(hidden)
+    return hidden.to_local(grad_placements=[Partial()]) if isinstance(hidden, DTensor) else hidden
 
 
 def parallel_logits(hidden: Tensor, weight: Tensor, *, mesh: DeviceMesh) -> Tensor:

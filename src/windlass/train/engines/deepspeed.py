@@ -25,13 +25,14 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.decoder import DecoderModel
-from windlass.train.batches import BatchPlan, cut
+from windlass.train.batches import Batch, BatchPlan, TokenBatch
 from windlass.train.failure import DivergedError
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import decays
 from windlass.train.parallelize import ModelParts, set_loss, set_recompute
 from windlass.train.step import Mark, StepResult, mark
+from windlass.train.targets import TargetMaker
 
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "full": 3}
 
@@ -68,7 +69,7 @@ def assemble(
 
 
 def check_supported(recipe: Recipe, layout: Layout) -> None:
-    train, optim = recipe.train, recipe.optim
+    train, optim, tune = recipe.train, recipe.optim, recipe.tune
     unsupported = {
         **{f"layout.{axis} = {getattr(layout, axis)}": getattr(layout, axis) > 1 for axis in AXES},
         f'layout.shard = "{layout.shard}"': layout.shard not in STAGES,
@@ -89,6 +90,8 @@ def check_supported(recipe: Recipe, layout: Layout) -> None:
             layout.shard == "none" and train.precision == "bf16"
         ),
         "model.experts": recipe.model.experts is not None,
+        '[tune], except task = "chat" without adapters': tune is not None
+        and (tune.task != "chat" or tune.lora is not None),
         "train.compile (DeepSpeed's hooks break the graphs)": bool(train.compile),
         'train.recompute = "budget" (it needs train.compile)': train.recompute == "budget",
     }
@@ -304,29 +307,31 @@ class DeepSpeedStepper:
         beat: Callable[[str], None],
     ) -> None:
         self.engine, self.optimizer, self.recipe, self.world, self.plan = engine, optimizer, recipe, world, plan
-        self.beat, self.guard, self.scale = beat, Guard(recipe.train, world.device), 1.0 / plan.tokens_per_step
-        # DeepSpeed averages over ranks and micro-batches; our losses are already divided by the batch's tokens.
-        self.loss_scale = self.scale * world.size * plan.layout.accumulation
+        self.beat, self.guard = beat, Guard(recipe.train, world.device)
+        self.targets, self.further = TargetMaker(recipe, world, engine.module.vocab), ()
 
-    def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
+    def step(self, batch: Batch, lr: float, *, measure: bool = False) -> StepResult:
+        assert isinstance(batch, TokenBatch)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        inputs, targets, numbers = cut(tokens, documents, self.world)
+        part, layout = self.targets.make(batch, 0), self.plan.layout
+        scale = self.targets.scale(batch, part)
+        # DeepSpeed averages over ranks and micro-batches; our losses are already divided by the batch's tokens.
+        loss_scale = scale * self.world.size * layout.accumulation
         forward, sums = list[tuple[Mark, Mark]](), torch.zeros(2, device=self.world.device)
-        norm, layout = None, self.plan.layout
-        for index in range(layout.accumulation):
-            part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
+        norm = None
+        for index, inputs in enumerate(part.micro_batches(layout.micro_batch)):
             self.beat("forward")
             began = mark(self.world.cuda)
-            out = self.engine(inputs[part], targets[part], None if numbers is None else numbers[part])
+            out = self.engine(*inputs)
             forward.append((began, mark(self.world.cuda)))
             sums += out.detach().float()
             self.beat("backward")
-            self.engine.backward(out[0] * self.loss_scale)
+            self.engine.backward(out[0] * loss_scale)
             if index == layout.accumulation - 1:
                 # Loss over all ranks, before the update: a loss that is not finite must not reach the weights.
                 self.beat("reduce")
-                total = self.world.sum_(sums * self.scale)
+                total = self.world.sum_(sums * scale)
                 self._check_finite(float(total[1]), "loss")
                 if self.optimizer.plain:  # PyTorch does not report the norm; the gradients are reduced by now
                     gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
