@@ -178,8 +178,10 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
 
 def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
     """transformers' config of a folder or file; refuses sequences that are longer than its positions."""
-    # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries, and makes
+    # torch warn about torchao's own types.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         from transformers import AutoConfig
     except ImportError:
