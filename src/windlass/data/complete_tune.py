@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from windlass.config import LayoutConfig, Recipe
-from windlass.config.tune import TuneConfig
+from windlass.config.tune import SCORES, TuneConfig
 from windlass.data.examples import read_example_sets
 from windlass.data.store import open_store
 from windlass.data.stream import StoreStream, open_stream
@@ -53,10 +53,17 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
             "over devices, not a model's layers or heads",
             hint=f'set layout.{divided[0]} = 1; layout.shard = "full" divides the weights',
         )
+    if tune.selected_metric not in ("loss", *SCORES[tune.task]):
+        raise ConfigError(
+            "tune.metric-unknown",
+            f"tune.metric = {tune.selected_metric!r} is not a score of task {tune.task}",
+            hint=f"one of loss, {', '.join(SCORES[tune.task])}",
+        )
     sets = read_example_sets(tune)
     files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}
     steps = math.ceil(len(sets.train) / tune.batch)
     every = recipe.train.eval_every or steps
+    best = {"keep_best": max(1, recipe.save.keep_best), "metric": f"val_{tune.selected_metric}"}
     train = {"steps": recipe.train.steps or math.ceil(tune.epochs * steps), "eval_every": every}
     return recipe.model_copy(
         update={
@@ -64,7 +71,7 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
             "tune": tune.model_copy(update={"labels": sets.labels, "files": files}),
             "train": recipe.train.model_copy(update=train),
             # The best weights are those that the test examples see.
-            "save": recipe.save.model_copy(update={"keep_best": max(1, recipe.save.keep_best)}),
+            "save": recipe.save.model_copy(update=best),
             "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
         }
     )

@@ -57,6 +57,10 @@ class Validation:
     sources: dict[str, HeldOutLoss]
     languages: dict[str, HeldOutLoss]
 
+    def text(self) -> str:
+        losses = ", ".join(f"{name} {part.loss:.4f}" for name, part in self.sources.items())
+        return f"loss {self.overall.loss:.4f}" + (f" ({losses})" if len(self.sources) > 1 else "")
+
     def line(self) -> dict[str, float | None]:
         """The same as flat keys of a metrics line; sources only when there are several."""
         line: dict[str, float | None] = {}
