@@ -4,6 +4,7 @@ A family that transformers does not have (RetNet) gets the same files with our o
 every command read such a folder.
 """
 
+import contextlib
 import math
 import shutil
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import Origin, StoredWeights, exported_names, open_weights
+from windlass.data.chat import load_chat_template
 from windlass.data.example_batches import tokenizer_of_transformers
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
@@ -114,7 +116,12 @@ def export(
         head_keys = task_keys(source.recipe)
         write_json(temporary / "config.json", {**config, **ids, **head_keys})
         if not head_keys:
-            sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
+            sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
+            if loaded is not None and tune is not None and tune.task in ("chat", "prefer"):
+                with contextlib.suppress(DataError):  # a tokenizer without a template
+                    # An answer ends with the template's token; programs that read this file stop at either.
+                    ends = (load_chat_template(loaded).end_token, loaded.eos)
+                    sampling["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
             write_json(temporary / "generation_config.json", sampling)
         title = (
             f"# {source.recipe.name}\n\nTrained with windlass. No run folder was available, so this card is short.\n"
