@@ -13,13 +13,16 @@ from tests.train.helpers import build, new_run, run_here, steps
 from tests.train.tuning_files import reviews, save_encoder, tune_table, write_tsv
 
 from windlass.checkpoint.load import read_weight_files
-from windlass.config import Recipe
+from windlass.config import ModelConfig, Recipe
 from windlass.config.tune import SCORES, TuneConfig
 from windlass.data.complete_tune import complete_tune
 from windlass.data.example_batches import ExampleOrder, micro_batches
 from windlass.data.examples import read_example_sets
 from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.evaluate.open_model import open_model
 from windlass.files import read_json_lines
+from windlass.models.task_head import TaskHead, build_task_model
+from windlass.report.collect import collect
 from windlass.runs.events import Evaluated, Finished
 from windlass.train.checkpointing import load_model_weights
 from windlass.train.label_metrics import label_scores
@@ -239,6 +242,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (lambda: sets("text\tlabel\na\tx\nb\n"), "tune.bad-examples", "line 3"),
         (lambda: sets("a\tx\n\ty\n"), "tune.bad-examples", "line 2"),
         (lambda: sets("a\tx\nb\tx\n"), "tune.one-label-only", "2"),
+        (lambda: sets("a\t1\n", task="regress", validation=None), "tune.no-examples", "1 example"),
         (lambda: sets("a\tx\nb\ty\n"), "tune.labels-unknown", "40"),
         (lambda: sets("a\tx\nb\t1\n", task="regress"), "tune.bad-examples", "1 of 2"),
         (lambda: sets("a", train=str(tmp_path / "none.tsv")), "files.missing", "none.tsv"),
@@ -292,6 +296,11 @@ def test_export_has_the_head_and_the_names_of_labels(folder: Path, tmp_path: Pat
     assert exported.check is not None and exported.check.ok
     recorded = {line["metric"]: line for line in read_json_lines(run.eval_file)}
     assert exported.step == recorded["loss"]["step"]
+    with pytest.raises(ConfigError) as asked:
+        open_model(run.path, device="cpu")
+    assert asked.value.code == "evaluate.no-next-token"
+    summary = collect(run)
+    assert summary.tokens == summary.target_tokens, "texts are not filled to seq_len: the run is complete"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
     assert model.config.id2label == {0: "minus", 1: "plus"}
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
@@ -323,6 +332,17 @@ def test_export_of_other_tasks(task: str, kind: str, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(tmp_path / "exported")
     assert config.num_labels == (1 if task == "regress" else len(table.tune.labels if table.tune else ()))
     assert config.pad_token_id == 0, "without it transformers takes no batch of a GPT-2"
+
+
+def test_positions_of_roberta(tmp_path: Path) -> None:
+    """66 rows, of which those up to the padding token (0) are not positions of texts."""
+    save_encoder(tmp_path / "model", "roberta")
+    model = ModelConfig(family="hf", config=str(tmp_path / "model"))
+    with torch.device("meta"):
+        build_task_model(model, 65, TaskHead("classify", 2))
+        with pytest.raises(ConfigError) as error:
+            build_task_model(model, 66, TaskHead("classify", 2))
+    assert error.value.code == "model.sequence-too-long" and "65" in error.value.message
 
 
 def test_pickled_weights_with_names_of_tensorflow(folder: Path, tmp_path: Path) -> None:

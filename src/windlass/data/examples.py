@@ -42,6 +42,14 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
         raise DataError("tune.no-examples", "tune.train names no file of examples", hint="set tune.train")
     train = read_examples(Path(tune.train), tune)
     labels = list(tune.labels) or sorted({name for example in train for name in label_names(example)})
+    if tune.task != "regress" and len(labels) < 2:
+        raise DataError(
+            "tune.one-label-only",
+            f"{tune.train}: all {len(train):,} training examples have the label {labels[0] if labels else 'none'!r}",
+            hint="there must be at least two labels",
+        )
+    if tune.validation is None and len(train) < 2:
+        raise DataError("tune.no-examples", f"{tune.train} has 1 example: none is left for training", hint="add more")
     if tune.validation is not None:
         validation = read_examples(Path(tune.validation), tune)
     else:  # the same examples for every seed and every number of processes
@@ -49,12 +57,6 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
         cut = max(1, round(len(train) * VALIDATION_SHARE))
         validation, train = [train[i] for i in sorted(order[:cut])], [train[i] for i in sorted(order[cut:])]
     test = read_examples(Path(tune.test), tune) if tune.test is not None else []
-    if tune.task != "regress" and len(labels) < 2:
-        raise DataError(
-            "tune.one-label-only",
-            f"{tune.train}: all {len(train):,} training examples have the label {labels[0] if labels else 'none'!r}",
-            hint="there must be at least two labels",
-        )
     parts = (("training", tune.train, train), ("validation", tune.validation, validation), ("test", tune.test, test))
     for part, file, examples in parts if tune.task != "regress" else ():
         counts = Counter(name for example in examples for name in label_names(example) if name not in set(labels))
