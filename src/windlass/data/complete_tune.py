@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 
 from windlass.config import LayoutConfig, Recipe
+from windlass.config.recipe import DataConfig
 from windlass.config.tune import SCORES, TuneConfig
 from windlass.data.examples import read_example_sets
 from windlass.data.store import open_store
 from windlass.data.stream import StoreStream, open_stream
 from windlass.data.tokenizer import load_tokenizer
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, DataError
 from windlass.layout.types import AXES
 
 # Texts of a forward pass where the recipe does not say it. More passes in a step write all gradients more often.
@@ -29,6 +30,8 @@ def complete_tune(recipe: Recipe, devices: int = 1) -> Recipe:
         return with_examples(recipe, tune, devices)
     if tune.task == "masked":
         return recipe.model_copy(update={"tune": with_mask_token(recipe, tune)})
+    if tune.task == "chat":
+        refuse_pairs(recipe.data)
     if recipe.data.tokens or recipe.train.steps:
         return recipe
     stream = open_stream(recipe.data, seed=recipe.seed, vocab=recipe.model.vocab)
@@ -75,6 +78,18 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
             "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
         }
     )
+
+
+def refuse_pairs(data: DataConfig) -> None:
+    """Of a preference pair, learning the answers would learn the rejected one too."""
+    sources = open_store(Path(data.store)).manifest.get("sources", {}) if data.store else {}
+    trained = [name for name in sources if not data.mix or data.mix.get(name)]
+    if pairs := [name for name in trained if sources[name].get("form") == "pairs"]:
+        raise DataError(
+            "tune.pairs-as-chat",
+            f"{', '.join(pairs)} of {data.store} are preference pairs, whose rejected answers must not be learned",
+            hint='set tune.task = "prefer", or tokenize conversations (form = "chat")',
+        )
 
 
 def with_mask_token(recipe: Recipe, tune: TuneConfig) -> TuneConfig:
