@@ -374,13 +374,12 @@ def hackathon_matrix() -> str:
             1,
             r["devices"],
             r["outcome"],
-            number(r["tokens_per_second"]),
             number(r["accuracy"], 3),
             number(r["macro_f1"], 3),
         ]
         for r in story["matrix"]
     ]
-    return table(["nodes", "processes", "outcome", "texts/s", "accuracy", "macro F1"], rows)
+    return table(["nodes", "processes", "outcome", "accuracy", "macro F1"], rows)
 
 
 # -- techniques ----------------------------------------------------------------------------------------------------------

@@ -53,6 +53,10 @@ def test_each_says_why_it_stays() -> None:
 
 def test_one_judged_by_another_metric_takes_no_part() -> None:
     by_loss = SavedCheckpoint(Path("step-1"), {**saved(10, 0.1).manifest, "metric_name": "loss"})
+    scored = keep_reasons(
+        [saved(10, -0.9), saved(20, -0.8)], SaveConfig(keep_last=1, keep_best=1, metric="val_macro_f1")
+    )
+    assert scored[10] == ("number 1 by val_macro_f1 (0.9000)",), "kept with a minus sign, shown as it is"
     by_val = SavedCheckpoint(Path("step-2"), {**saved(20, 2.0).manifest, "metric_name": "val_loss"})
     assert gone([by_loss, by_val, saved(30)], keep_last=1, keep_best=1) == [10]
 

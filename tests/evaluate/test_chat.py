@@ -51,6 +51,11 @@ def test_one_question_and_a_conversation(run: Run) -> None:
     with pytest.raises(ConfigError) as error:
         call(run.path, "--json")
     assert error.value.code == "evaluate.chat-json"
+    with pytest.raises(DataError) as long:
+        call(run.path, "--prompt", "zee " * 500)
+    assert long.value.code == "evaluate.question-too-long"
+    printed = call(run.path, "--tokens", 4, text="zee " * 500 + "\nlier?\n")
+    assert printed.count("> ") >= 2 and "tokens, and the model reads" in printed, "the conversation goes on"
 
 
 def test_an_answer_sees_the_conversation_and_forgets_its_beginning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +90,8 @@ def test_an_export_has_the_template_and_the_merged_weights(run: Run, tmp_path: P
     assert template.source == TEMPLATE
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == template.encode(messages, add_generation_prompt=True)
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends[0] == tokenizer.convert_tokens_to_ids("<|im_end|>") and tokenizer.eos_token_id in ends
     tokens = torch.tensor([ids])
     with torch.no_grad():
         assert torch.allclose(opened.model(tokens), open_model(run.path).model(tokens), atol=1e-5)

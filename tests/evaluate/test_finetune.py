@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.data.complete_tune import complete_tune
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, RunError
 from windlass.evaluate.finetune import SeedResult, mean_scores, read_task, summary, tune_recipe
 from windlass.runs.folder import Run
 
@@ -56,7 +56,11 @@ def test_seeds_have_a_spread_and_finished_ones_are_kept(tsv: Path, tmp_path: Pat
     seeds = both["scores"][0]["detail"]["seeds"]
     assert [seed["seed"] for seed in seeds] == [0, 1]
     assert seeds[0]["scores"]["accuracy"] == first["accuracy"]
-    assert len(both["runs"]) == 2
+    assert len(both["runs"]) == 2 and both["scores"][0]["count"] == 4, "a tenth of 40 texts"
+    arguments = ["finetune", str(tmp_path / "model"), *map(str, options), "--lr", "1e-2"]
+    other = CliRunner().invoke(build("finetune"), arguments)
+    assert isinstance(other.exception, RunError) and other.exception.code == "runs.recipe-changed"
+    assert "optim.lr: 5e-05 -> 0.01" in other.exception.message, "scores of other settings are not shown as these"
 
 
 def test_mean_and_interval_of_seeds() -> None:

@@ -21,6 +21,7 @@ from windlass.config import Recipe
 from windlass.convert.config_json import config_json, format_of
 from windlass.convert.source import find_source, load_model
 from windlass.convert.weights import open_weights
+from windlass.data.complete_tune import complete_tune
 from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json_lines
 from windlass.layout.types import IGNORED
@@ -288,3 +289,14 @@ def test_pairs_need_a_store_of_pairs_and_packing(store: Path, pair_store: Path) 
         with pytest.raises((ConfigError, DataError)) as error:
             build(Recipe.model_validate(recipe_table(folder, {"task": "prefer"}, data=data)))
         assert error.value.code == code
+
+
+def test_rejected_answers_are_not_learned(pair_store: Path) -> None:
+    def recipe(mix: dict[str, float]) -> Recipe:
+        return Recipe.model_validate(recipe_table(pair_store, {"task": "chat"}, data={"mix": mix}))
+
+    for mix in ({}, {"chat": 1.0}):
+        with pytest.raises(DataError) as error:
+            complete_tune(recipe(mix))
+        assert error.value.code == "tune.pairs-as-chat"
+    complete_tune(recipe({"web": 1.0}))  # the pairs are not used

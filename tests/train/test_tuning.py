@@ -12,12 +12,17 @@ import torch
 from tests.train.helpers import build, new_run, run_here, steps
 from tests.train.tuning_files import reviews, save_encoder, tune_table, write_tsv
 
-from windlass.config import Recipe
+from windlass.checkpoint.load import read_weight_files
+from windlass.config import ModelConfig, Recipe
+from windlass.config.tune import SCORES, TuneConfig
 from windlass.data.complete_tune import complete_tune
 from windlass.data.example_batches import ExampleOrder, micro_batches
 from windlass.data.examples import read_example_sets
-from windlass.errors import ConfigError, DataError
+from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.evaluate.open_model import open_model
 from windlass.files import read_json_lines
+from windlass.models.task_head import TaskHead, build_task_model
+from windlass.report.collect import collect
 from windlass.runs.events import Evaluated, Finished
 from windlass.train.checkpointing import load_model_weights
 from windlass.train.label_metrics import label_scores
@@ -213,11 +218,15 @@ def test_order_and_parts() -> None:
 
 
 def test_scores_by_hand() -> None:
-    scores = label_scores("classify", [0, 0, 1, 1, 1], [0, 1, 1, 1, 0], ["a", "b", "c"])
-    assert scores["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3) and scores["accuracy"] == pytest.approx(0.6)
-    spans = label_scores("tag", [["B-X", "I-X", "O"]], [["B-X", "I-X", "B-Y"]], [])
+    scores = label_scores("classify", [0, 0, 1, 1, 1], [0, 1, 1, 1, 0])
+    assert scores["macro_f1"] == pytest.approx((0.5 + 2 / 3) / 2) and scores["accuracy"] == pytest.approx(0.6)
+    rows = {"multi_label": ([[1, 0]], [[1, 1]]), "regress": ([1.0, 2.0], [2.0, 1.0]), "tag": ([["O"]], [["O"]])}
+    assert {task: tuple(label_scores(task, *pair)) for task, pair in rows.items()} | {
+        "classify": tuple(scores)
+    } == SCORES
+    spans = label_scores("tag", [["B-X", "I-X", "O"]], [["B-X", "I-X", "B-Y"]])
     assert spans["span_precision"] == 1.0 and spans["span_recall"] == 0.5
-    assert label_scores("regress", [1.0, 1.0], [1.0, 2.0], [])["pearson"] is None
+    assert label_scores("regress", [1.0, 1.0], [1.0, 2.0])["pearson"] is None
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
@@ -233,6 +242,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (lambda: sets("text\tlabel\na\tx\nb\n"), "tune.bad-examples", "line 3"),
         (lambda: sets("a\tx\n\ty\n"), "tune.bad-examples", "line 2"),
         (lambda: sets("a\tx\nb\tx\n"), "tune.one-label-only", "2"),
+        (lambda: sets("a\t1\n", task="regress", validation=None), "tune.no-examples", "1 example"),
         (lambda: sets("a\tx\nb\ty\n"), "tune.labels-unknown", "40"),
         (lambda: sets("a\tx\nb\t1\n", task="regress"), "tune.bad-examples", "1 of 2"),
         (lambda: sets("a", train=str(tmp_path / "none.tsv")), "files.missing", "none.tsv"),
@@ -248,8 +258,8 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as staged:  # our own decoders: tensor, but no pipeline
         recipe(folder, model=own, layout={"tensor": 2, "pipeline": 2})
     assert staged.value.code == "tune.axis-unsupported" and "pipeline (2)" in staged.value.message
-    with pytest.raises(ConfigError) as wrong:
-        build(recipe(folder, tune={"metric": "bleu"})).validator.run()
+    with pytest.raises(ConfigError) as wrong:  # before the first step
+        recipe(folder, tune={"metric": "bleu"})
     assert wrong.value.code == "tune.metric-unknown"
 
 
@@ -277,18 +287,111 @@ METRICS = [(12, -0.5), (24, -0.4), (36, -0.5), (48, None)]
 
 
 def test_export_has_the_head_and_the_names_of_labels(folder: Path, tmp_path: Path) -> None:
+    """The exported folder has the best weights and the model's own tokenizer: transformers repeats the test score."""
     import transformers
 
     from windlass.convert.export import export
 
-    table = recipe(folder, train={"steps": 1})
+    table = recipe(folder, tune={"test": str(folder / "test.tsv"), "epochs": 2, "metric": "loss"}, optim={"lr": 3e-2})
     run = new_run(tmp_path / "run")
     (run.path / "config.json").write_text(table.model_dump_json())
     assert run_here(table, run) == 0
-    exported = export(run.path, tmp_path / "exported", tokenizer=folder / "model")
+    exported = export(run.path, tmp_path / "exported")
     assert exported.check is not None and exported.check.ok
+    recorded = {line["metric"]: line for line in read_json_lines(run.eval_file)}
+    assert exported.step == recorded["loss"]["step"]
+    with pytest.raises(ConfigError) as asked:
+        open_model(run.path, device="cpu")
+    assert asked.value.code == "evaluate.no-next-token"
+    summary = collect(run)
+    assert summary.tokens == summary.target_tokens, "texts are not filled to seq_len: the run is complete"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
     assert model.config.id2label == {0: "minus", 1: "plus"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    texts, labels = zip(*reviews(40, seed=2), strict=True)
+    with torch.no_grad():
+        logits = model(**tokenizer(list(texts), return_tensors="pt", padding=True)).logits
+    numbers = torch.tensor([model.config.label2id[label] for label in labels])
+    assert float(torch.nn.functional.cross_entropy(logits, numbers)) == pytest.approx(
+        recorded["loss"]["value"], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(("task", "kind"), [("regress", "bert"), ("multi_label", "gpt2"), ("tag", "deberta")])
+def test_export_of_other_tasks(task: str, kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    from windlass.convert.export import export
+
+    save_encoder(tmp_path / "model", kind)
+    rows, _ = TASKS[task]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tune = {"task": task, "train": str(tmp_path / "rows.jsonl"), "validation": None}
+    table = recipe(tmp_path, tune=tune, train={"steps": 1})
+    run = new_run(tmp_path / "run")
+    (run.path / "config.json").write_text(table.model_dump_json())
+    assert run_here(table, run) == 0
+    exported = export(run.path, tmp_path / "exported")
+    assert exported.check is not None and exported.check.ok
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "exported")
+    assert config.num_labels == (1 if task == "regress" else len(table.tune.labels if table.tune else ()))
+    assert config.pad_token_id == 0, "without it transformers takes no batch of a GPT-2"
+
+
+def test_positions_of_roberta(tmp_path: Path) -> None:
+    """66 rows, of which those up to the padding token (0) are not positions of texts."""
+    save_encoder(tmp_path / "model", "roberta")
+    model = ModelConfig(family="hf", config=str(tmp_path / "model"))
+    with torch.device("meta"):
+        build_task_model(model, 65, TaskHead("classify", 2))
+        with pytest.raises(ConfigError) as error:
+            build_task_model(model, 66, TaskHead("classify", 2))
+    assert error.value.code == "model.sequence-too-long" and "65" in error.value.message
+
+
+def test_pickled_weights_with_names_of_tensorflow(folder: Path, tmp_path: Path) -> None:
+    """HerBERT is published as pytorch_model.bin alone, bert-base-cased with LayerNorm.gamma and beta."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model" / "model.safetensors")
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+           for name, tensor in weights.items()}  # fmt: skip
+    assert old.keys() != weights.keys()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text((folder / "model" / "config.json").read_text())
+    for zipped in (True, False):
+        torch.save(old, tmp_path / "model" / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        state = read_weight_files(tmp_path / "model")
+        assert state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(CheckpointError) as error:
+        load_model_weights(tmp_path / "model", build(recipe(folder)).parts.modules[0])
+    assert error.value.code == "checkpoint.weights-damaged"
+
+
+def test_files_of_examples(tmp_path: Path) -> None:
+    """A line ends at a line feed alone; a list in JSON; long texts in CSV; labels of the tenth that validates."""
+
+    def sets(name: str, content: str, **tune: Any) -> Any:
+        (tmp_path / name).write_text(content)
+        return read_example_sets(TuneConfig(**{"task": "classify", "train": str(tmp_path / name), **tune}))
+
+    rows = [{"text": f"a\u2028b\x85c {n}", "label": "x" if n else "rare"} for n in range(20)]
+    for name, content in (
+        ("a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)),
+        ("a.json", json.dumps(rows, indent=1)),
+        ("a.tsv", "".join(f"{row['text']}\t{row['label']}\n" for row in rows)),
+    ):
+        read = sets(name, content)
+        assert len(read.train) + len(read.validation) == 20 and read.labels == ["rare", "x"]
+        assert all("\u2028b" in example.text for example in read.train)
+    assert len(sets("a.csv", "text,label\n" + "long,x\n" + f'"{"z" * 200_000}",y\n' * 9).train) == 9
+    conll = "Nowy\u00a0Jork\tB-LOC\nleży\tO\n\n" * 10
+    assert sets("a.conll", conll, task="tag").train[0].text == ("Nowy\u00a0Jork", "leży")
+    numbers = json.dumps({"words": ["a", "b"], "tags": [0, 1]}) + "\n"
+    with pytest.raises(DataError) as error:
+        sets("b.jsonl", numbers * 3, task="tag")
+    assert error.value.code == "tune.bad-examples" and "3 of 3" in error.value.message
 
 
 def test_plan_and_launch_read_the_examples(folder: Path, tmp_path: Path) -> None:

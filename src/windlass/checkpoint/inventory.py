@@ -54,6 +54,8 @@ def inventory(
         try:
             manifest = files.complete(folder, verify=verify).manifest
             recorded: dict[str, Any] = {key: manifest.get(key) for key in MANIFEST_FIELDS}
+            if recorded["metric"] is not None:
+                recorded["metric"] = keep.shown_metric(recorded["metric_name"] or config.metric, recorded["metric"])
             entries.append(replace(entry, kept_by=reasons.get(step, ()), **recorded))
         except CheckpointError as error:
             state = "unknown format" if isinstance(error, files.UnknownFormatError) else "damaged"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from windlass.checkpoint.files import SavedCheckpoint, complete_by_size, remove, sweep_removed
 from windlass.config.save import SaveConfig, parse_interval
+from windlass.config.tune import lower_is_better
 from windlass.errors import ConfigError
 from windlass.runs.events import CheckpointRemoved
 from windlass.runs.folder import Run
@@ -24,13 +25,19 @@ def keep_reasons(saved: Sequence[SavedCheckpoint], config: SaveConfig) -> dict[i
     rated = [(s.metric, -s.step) for s in ordered
              if s.metric is not None and s.manifest.get("metric_name") in (config.metric, None)]  # fmt: skip
     for rank, (metric, negative_step) in enumerate(sorted(rated)[: config.keep_best], 1):
-        reasons[-negative_step].append(f"number {rank} by {config.metric} ({metric:.4f})")
+        reasons[-negative_step].append(f"number {rank} by {config.metric} ({shown_metric(config.metric, metric):.4f})")
     if config.keep_every is not None:  # the first one at or after each multiple of the interval
         kind, size = parse_interval(config.keep_every)
         multiples = {s.step: int(((s.step if kind == "steps" else s.tokens) or 0) // size) for s in reversed(ordered)}
         for step in {multiple: step for step, multiple in multiples.items() if multiple > 0}.values():
             reasons[step].append(f"one every {config.keep_every}")
     return {step: tuple(texts) for step, texts in reasons.items()}
+
+
+def shown_metric(name: str, value: float) -> float:
+    """The value itself: scores of fine-tuning are kept with a minus sign, so that the lowest value is the best."""
+    metric = name.removeprefix("val_").partition("/")[0]
+    return value if lower_is_better(metric) else -value
 
 
 def superseded(saved: Sequence[SavedCheckpoint], config: SaveConfig) -> list[SavedCheckpoint]:

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from windlass.runs.folder import Run
 
 logger = logging.getLogger(__name__)
 ADAPTER = ".adapter."  # in the names of a LoRA adapter's weights
+PICKLED = ".bin"
+DAMAGED_HINT = "the copy was cut off or damaged: compare it with the original"
 # DCP warns at every load of a single process, which is intended here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
@@ -199,7 +202,8 @@ def weights_source(path: Path | str) -> Path:
     """The folder that holds weights: a checkpoint, the newest checkpoint of a run, or a Hugging Face folder."""
     folder = Path(path)
     is_checkpoint = (folder / files.MANIFEST).is_file() and (folder / ".metadata").is_file()
-    if is_checkpoint or ((folder / "config.json").is_file() and list(folder.glob("*.safetensors"))):
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model.bin*"))
+    if is_checkpoint or ((folder / "config.json").is_file() and has_weights):
         return folder
     if (folder / "checkpoints").is_dir():
         saved = files.complete_by_size(Run(folder))
@@ -215,7 +219,7 @@ def weights_source(path: Path | str) -> Path:
     raise CheckpointError(
         "checkpoint.no-weights",
         f"{folder} has no weights: it {state}",
-        hint="name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors",
+        hint="name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors or pytorch_model.bin",
     )
 
 
@@ -229,7 +233,7 @@ def load_model_weights(path: Path | str, model: Any, *, verify: bool = True) -> 
     own, twins = model.state_dict(), getattr(model, "twins", {})
     new_names: Collection[str] = getattr(model, "new_names", ())
     if not (source / files.MANIFEST).is_file():
-        weights: Mapping[str, torch.Tensor] = read_safetensors(source)
+        weights: Mapping[str, torch.Tensor] = read_weight_files(source)
         if not set(own) <= set(weights):
             weights = names.from_hf(model.family, weights, own, twins)
         own = {n: t for n, t in own.items() if n not in new_names or (n in weights and weights[n].shape == t.shape)}
@@ -269,29 +273,56 @@ def _add(weight: torch.Tensor, full: torch.Tensor) -> None:
         target.copy_(target.float() + part.to(target.device))
 
 
-def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_weight_files(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for part in safetensors_files(folder):
+    for part in weight_files(folder):
         try:
-            tensors |= load_file(part)
+            tensors |= read_pickled(part) if part.suffix == PICKLED else load_file(part)
         except SafetensorError as error:
             raise CheckpointError(
-                "checkpoint.weights-damaged",
-                f"{part} cannot be read: {error}",
-                hint="the copy was cut off or damaged: compare it with the original",
+                "checkpoint.weights-damaged", f"{part} cannot be read: {error}", hint=DAMAGED_HINT
             ) from None
-    return tensors
+    return {current_name(name): tensor for name, tensor in tensors.items()}
 
 
-def safetensors_files(folder: Path) -> list[Path]:
-    """The files with the weights: those in the index, since the folder may contain a second form of the weights."""
-    index = (read_json(folder / "model.safetensors.index.json") or {}).get("weight_map") or {}
-    parts = [folder / name for name in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
+def read_pickled(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pytorch_model.bin, the only form in which older models (HerBERT) are published. Nothing in the
+    file is run."""
+    try:
+        # Files of before torch 1.6 are not archives and cannot be mapped.
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            "checkpoint.unsafe", f"{file} has pickled Python objects beside its tensors", hint=UNSAFE_HINT
+        ) from None
+    except (RuntimeError, EOFError, AttributeError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            "checkpoint.weights-damaged", f"{file} cannot be read: {reason[0]}", hint=DAMAGED_HINT
+        ) from None
+
+
+def current_name(name: str) -> str:
+    """Layer norms of models that were converted from TensorFlow (bert-base-cased) have TensorFlow's names."""
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights: those in the index, since the folder may contain a second form of the weights;
+    *.safetensors before pytorch_model.bin."""
+    parts: list[Path] = []
+    for pattern, name in (("*.safetensors", "model.safetensors"), ("pytorch_model.bin", "pytorch_model.bin")):
+        index = (read_json(folder / f"{name}.index.json") or {}).get("weight_map") or {}
+        parts = parts or [folder / part for part in sorted(set(index.values()))] or sorted(folder.glob(pattern))
     if not parts:
         raise CheckpointError(
             "checkpoint.no-safetensors",
-            f"{folder} has no *.safetensors files",
-            hint="convert older .bin weights with transformers' save_pretrained first",
+            f"{folder} has no *.safetensors files and no pytorch_model.bin",
+            hint="write other forms again with transformers' save_pretrained",
         )
     if absent := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(

@@ -16,7 +16,7 @@ from windlass.cli.options import (
     TopPOption,
 )
 from windlass.cli.output import console, print_json, text_of, working
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, DataError
 
 
 def chat(
@@ -67,7 +67,14 @@ def chat(
         if not question.strip():
             continue
         messages.append({"role": "user", "content": question})
-        reply = answer(opened, template, messages, sampling, show)
+        try:
+            reply = answer(opened, template, messages, sampling, show)
+        except DataError as error:
+            if prompt is not None:
+                raise
+            out.print(error.message, style="red", markup=False)
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": reply.text})
         result = reply.generated
         if as_json:

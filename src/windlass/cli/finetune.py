@@ -21,8 +21,12 @@ class FinetuneOptions:
     train: Annotated[
         Path | None, typer.Option("--train", help="TSV, CSV or JSONL with the columns text and label.")
     ] = None
+    validation: Annotated[
+        Path | None,
+        typer.Option("--validation", help="Examples that choose the best weights (default: a tenth of --train)."),
+    ] = None
     test: Annotated[
-        Path | None, typer.Option("--test", help="Examples to test on (default: a tenth of the training file).")
+        Path | None, typer.Option("--test", help="Examples to test on (default: scores are those of validation).")
     ] = None
     task_file: Annotated[
         Path | None, typer.Option("--tune", help="TOML file of a task with [tune] keys; options replace its keys.")
@@ -56,7 +60,8 @@ class FinetuneOptions:
             raise typer.BadParameter("--columns takes two or three names")
         columns = {"text": names[0], "label": names[-1]} if names else {}
         columns |= {"pair": names[1]} if len(names) == 3 else {}
-        files = {"train": self.train and str(self.train), "test": self.test and str(self.test)}
+        paths = {"train": self.train, "validation": self.validation, "test": self.test}
+        files = {name: path and str(path) for name, path in paths.items()}
         return (
             {name: getattr(self, name) for name in ("task", "frozen", "epochs", "batch", "patience")} | files | columns
         )
@@ -76,7 +81,8 @@ def finetune(
 ) -> None:
     """Fine-tune any local model on labelled texts; prints mean and spread of the scores over several seeds.
 
-    Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it.
+    Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it. A finished
+    one is not trained again; with other settings it is refused.
     """
     from windlass.cli.evaluate import score_table
     from windlass.clusters.scheduler import place
@@ -84,6 +90,7 @@ def finetune(
     from windlass.evaluate.finetune import LENGTH, mean_scores, read_task, seed_result, summary, tune_recipe
     from windlass.runs.folder import open_run
     from windlass.runs.scores import append_scores
+    from windlass.runs.starts import last_start
 
     tune, seq_len = read_task(options.task_file, options.keys())
     # A file of a task has the task's name; else a run is named after its training file, a score after its test file.
@@ -97,6 +104,8 @@ def finetune(
     if position.rank:
         return
     results = [seed_result(seed_run) for seed_run in finished]
+    if (used := last_start(finished[0])) is not None:  # which may have finished earlier
+        processes = used.devices
     rates = [result.texts_per_second for result in results if result.texts_per_second is not None]
     rate = sum(rates) / len(rates) if rates else None
     about = {"kind": tune.task, "frozen": tune.frozen, "epochs": tune.epochs, "processes": processes}
@@ -122,20 +131,28 @@ def finetune(
 
 
 def train_seed(recipe: "Recipe", path: Path, processes: int, *, quiet: bool) -> "Run":
-    """The finished run of a seed; the command ends where it did not finish."""
+    """The finished run of a seed; the command ends where it did not finish. One of other settings is refused: its
+    scores are not those that were asked for."""
     from windlass.cli.train import train_start
+    from windlass.clusters.scheduler import place
     from windlass.config import Loaded
     from windlass.config.toml_text import to_toml
-    from windlass.errors import EXIT_DONE
-    from windlass.launch.start import create_planned_run, local_cluster
+    from windlass.errors import EXIT_DONE, RunError
+    from windlass.launch.start import create_planned_run, local_cluster, resolve_recipe
     from windlass.runs.events import Finished
-    from windlass.runs.folder import Run
+    from windlass.runs.folder import Run, check_run_folder
 
     run = Run(path)
+    text = to_toml(recipe.model_dump(mode="json", exclude_defaults=True), "Written by `windlass finetune`.")
+    loaded = Loaded(recipe, text, None, {})
+    nodes = place().nodes
+    try:
+        check_run_folder(run, resolve_recipe(loaded, run, local_cluster(recipe, processes // nodes), nodes)[0].recipe)
+    except RunError as error:
+        raise RunError(error.code, error.message, hint=f"use another folder (--runs), or remove {path}") from None
     if any(run.events(Finished)):
         return run
-    text = to_toml(recipe.model_dump(mode="json", exclude_defaults=True), "Written by `windlass finetune`.")
-    create = partial(create_planned_run, path, Loaded(recipe, text, None, {}))
+    create = partial(create_planned_run, path, loaded)
     code = train_start(
         run, lambda per_node, nodes: create(local_cluster(recipe, per_node), nodes)[1], devices=processes, quiet=quiet
     )

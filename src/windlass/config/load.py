@@ -331,6 +331,9 @@ def check(recipe: Recipe) -> None:
             )
     problems += ramp_problems(data)
     train = recipe.train
+    is_loss = recipe.save.metric == "loss" or recipe.save.metric.startswith("val_loss")
+    if not is_loss and (recipe.tune is None or not recipe.tune.reads_examples):
+        problems.append(f"save.metric ({recipe.save.metric}): only for fine-tuning on examples; use val_loss")
     if recipe.tune is not None and recipe.tune.task == "masked":
         refused = {"train.engine": train.engine != "native", "train.goldfish_k": train.goldfish_k}
         problems += [f'{key}: not with tune.task = "masked"' for key, is_set in refused.items() if is_set]

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
 from windlass.config.base import Bytes, SecondsOrAuto, Table
+from windlass.config.tune import SCORES
 from windlass.errors import WindlassError
 from windlass.units import parse_seconds, parse_tokens
 
@@ -22,7 +23,8 @@ class SaveConfig(Table):
     keep_best: NonNegativeInt = 0
     """Also keep this many with the lowest `metric`."""
     metric: str = "val_loss"
-    """What keep_best compares: val_loss, val_loss/NAME of a source, or loss (of the training step)."""
+    """What keep_best compares: val_loss, val_loss/NAME of a source, or loss (of the training step). Fine-tuning on
+    examples compares tune.metric."""
     keep_every: str | int | None = None
     """Also keep one checkpoint per this many steps (1000) or tokens ("50B tokens") forever."""
     asynchronous: bool = True
@@ -61,7 +63,8 @@ class SaveConfig(Table):
     @field_validator("metric")
     @classmethod
     def _check_metric(cls, value: str) -> str:
-        if value not in ("val_loss", "loss") and not value.startswith("val_loss/"):
+        scores = {f"val_{score}" for names in SCORES.values() for score in names}
+        if value not in {"val_loss", "loss", *scores} and not value.startswith("val_loss/"):
             raise ValueError(
                 f"unknown metric {value!r}; write val_loss, val_loss/NAME of a source, or loss (of training)"
             )

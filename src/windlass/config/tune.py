@@ -10,6 +10,13 @@ from windlass.config.shell import PathText
 # What a model is fine-tuned for, on files of examples. `chat` reads a token store of conversations.
 Task = Literal["classify", "multi_label", "regress", "tag", "masked", "chat", "prefer"]
 EXAMPLE_TASKS = ("classify", "multi_label", "regress", "tag")
+# Scores of held-out examples, which `train/label_metrics.py` computes.
+SCORES = {
+    "classify": ("accuracy", "macro_f1", "weighted_f1", "micro_f1", "matthews"),
+    "multi_label": ("accuracy", "macro_f1", "weighted_f1", "micro_f1"),
+    "regress": ("pearson", "spearman", "mse"),
+    "tag": ("span_f1", "span_precision", "span_recall", "accuracy"),
+}
 # What is compared between validations where tune.metric = "auto"; the loss for other tasks.
 DEFAULT_METRIC = {"classify": "macro_f1", "multi_label": "macro_f1", "regress": "pearson", "tag": "span_f1"}
 
@@ -54,8 +61,9 @@ class TuneConfig(Table):
     class_weights: Literal["equal", "balanced"] = "equal"
     """balanced: an example of a rare label counts more, by the label's share."""
     metric: str = "auto"
-    """What is compared between validations: accuracy, macro_f1, weighted_f1, matthews, pearson, spearman, span_f1,
-    loss. auto: macro_f1; pearson for regress, span_f1 for tag, loss for the others."""
+    """What is compared between validations: loss; accuracy, macro_f1, weighted_f1, micro_f1; matthews for classify;
+    pearson, spearman, mse for regress; span_f1, span_precision, span_recall, accuracy for tag. auto: macro_f1; pearson
+    for regress, span_f1 for tag, loss for the others."""
     patience: NonNegativeInt = 0
     """Stop after this many validations without a better `metric`; 0: train to the end. The best weights are tested."""
     frozen: bool = False

@@ -4,6 +4,7 @@ A family that transformers does not have (RetNet) gets the same files with our o
 every command read such a folder.
 """
 
+import contextlib
 import math
 import shutil
 from dataclasses import dataclass
@@ -23,12 +24,21 @@ from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import Origin, StoredWeights, exported_names, open_weights
+from windlass.data.chat import load_chat_template
+from windlass.data.example_batches import tokenizer_of_transformers
+from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
 from windlass.models.task_head import tuned_model
 from windlass.registry import PRESETS
 
 SHARD_BYTES = 4 * 10**9
+# The loss that transformers takes where an exported model is trained further.
+PROBLEM_TYPES = {
+    "classify": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regress": "regression",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Exported:
     tensors: int
     tokenizer: str  # description of what was written for it
     step: int | None  # of the checkpoint; None for a Hugging Face folder
-    note: str | None  # newer checkpoints that could not be used
+    note: str | None  # why it is not the newest checkpoint
     check: LogitComparison | None  # None: not verified
 
 
@@ -85,19 +95,33 @@ def export(
         sizes, tensors = write_weights(
             source.recipe, open_weights(source.folder), temporary, dtype, shard_bytes, progress
         )
-        try:
-            loaded = find_tokenizer(source, tokenizer)
-        except DataError:
-            if tokenizer is not None:
-                raise
-            loaded = None
-        ids = write_tokenizer(loaded, temporary, max_length=source.recipe.data.seq_len) if loaded else {}
+        ids: dict[str, int] = {}
+        tune = source.recipe.tune
+        if tokenizer is None and tune is not None and tune.reads_examples:  # as in training, by transformers
+            theirs = tokenizer_of_transformers(source.recipe)
+            theirs.save_pretrained(temporary)
+            loaded: Tokenizer | None = load_tokenizer(temporary)
+            ids = {"pad_token_id": theirs.pad_token_id}
+        else:
+            try:
+                loaded = find_tokenizer(source, tokenizer)
+            except DataError:
+                if tokenizer is not None:
+                    raise
+                loaded = None
+            if loaded is not None:
+                ids = write_tokenizer(loaded, temporary, max_length=source.recipe.data.seq_len)
         positions = positions_of(source.recipe, source.folder)
         config = config_json(source.recipe, str(DTYPES[dtype]).removeprefix("torch."), positions)
         head_keys = task_keys(source.recipe)
-        write_json(temporary / "config.json", {**config, **(head_keys or ids)})
+        write_json(temporary / "config.json", {**config, **ids, **head_keys})
         if not head_keys:
-            sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
+            sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
+            if loaded is not None and tune is not None and tune.task in ("chat", "prefer"):
+                with contextlib.suppress(DataError):  # a tokenizer without a template
+                    # An answer ends with the template's token; programs that read this file stop at either.
+                    ends = (load_chat_template(loaded).end_token, loaded.eos)
+                    sampling["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
             write_json(temporary / "generation_config.json", sampling)
         title = (
             f"# {source.recipe.name}\n\nTrained with windlass. No run folder was available, so this card is short.\n"
@@ -185,9 +209,13 @@ def task_keys(recipe: Recipe) -> dict[str, Any]:
         model = tuned_model(recipe)
     if model is None or recipe.tune is None:
         return {}
-    labels = dict(enumerate(recipe.tune.labels))
-    names = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}} if labels else {}
-    return {"architectures": [type(model.net).__name__], **names}
+    keys: dict[str, Any] = {"architectures": [type(model.net).__name__]}
+    if recipe.tune.reads_examples:
+        labels = dict(enumerate(recipe.tune.labels or ["LABEL_0"]))  # as transformers names the output of a number
+        keys |= {"id2label": labels, "label2id": {name: number for number, name in labels.items()}}
+    if (problem := PROBLEM_TYPES.get(recipe.tune.task)) is not None:
+        keys["problem_type"] = problem
+    return keys
 
 
 def constant_tensors(model: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.files import list_saved, steps_on_disk
-from windlass.checkpoint.load import load_model_weights, weights_source
+from windlass.checkpoint.load import find_best, load_model_weights, weights_source
 from windlass.config import Recipe
 from windlass.convert.config_json import is_hf_folder, recipe_of_folder
 from windlass.data.store import Store, open_store
@@ -28,15 +28,20 @@ class ModelSource:
     run: Run | None
     recipe: Recipe
     folder: Path
-    note: str | None = None  # says that newer checkpoints of the run could not be used
+    note: str | None = None  # why it is not the newest checkpoint of the run
 
 
 def find_source(path: Path | str, step: int | None = None) -> ModelSource:
-    """The newest complete checkpoint of a run, or that of `step`, or a Hugging Face folder. Changes nothing on disk."""
+    """The newest complete checkpoint of a run (of fine-tuning on examples the best one, whose scores the run has), or
+    that of `step`, or a Hugging Face folder. Changes nothing on disk."""
     path = Path(path)
     if is_hf_folder(path):
         return ModelSource(None, recipe_of_folder(path), path)
     run = open_run(path)
+    tune = run.recipe().tune
+    if step is None and tune is not None and tune.reads_examples and (best := find_best(run)) is not None:
+        reason = f"step {best.step:,} is used: the best by {tune.selected_metric}"
+        return ModelSource(run, run.recipe(), best.path, reason)
     if step is None:
         folder = weights_source(run.path)
         steps = {saved: number for number, saved in steps_on_disk(run)}

@@ -24,7 +24,9 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.models.build import build_model
 from windlass.models.hf import refuse_later_tokens
+from windlass.models.presets.hf import read_config_json
 from windlass.models.task_head import HFTaskModel, tuned_model
+from windlass.runs.events import known_int
 
 TOLERANCE = 1e-4
 MIN_AGREEMENT = 0.999
@@ -84,7 +86,8 @@ def sample_tokens(recipe: Recipe, tokenizer: Tokenizer | None, text: str | None)
     length = min(MAX_LENGTH, recipe.data.seq_len)
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, recipe.model.vocab or 256, (SEQUENCES, length), generator=generator)
+        vocab = recipe.model.vocab or known_int(read_config_json(recipe.model).get("vocab_size")) or 256
+        tokens = torch.randint(0, vocab, (SEQUENCES, length), generator=generator)
         return tokens, "random tokens (no tokenizer)"
     description = "the given text" if text is not None else "text of Python's library"
     content = Path(argparse.__file__).read_text(encoding="utf-8") if text is None else text
@@ -110,8 +113,9 @@ def whole(
     ours = load_model(recipe, checkpoint, cpu, dtype, verify=False).float()  # the caller has checked the files
     if format_of(recipe.model).library == "transformers":
         loader = _transformers().AutoModelForCausalLM
+        is_safetensors = any(folder.glob("*.safetensors"))
         theirs = loader.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=is_safetensors, dtype=torch.float32
         ).eval()
     else:
         theirs = load_model(recipe_of_folder(folder, seq_len=recipe.data.seq_len), folder, cpu, torch.float32)
@@ -132,6 +136,7 @@ def task_logits(
     """Of a model with a task's head, which transformers loads by the class that config.json names."""
     load_model_weights(checkpoint, ours, verify=False)
     ours = ours.to(dtype).float().eval()
+    _transformers()  # without its progress bars
     options = {"local_files_only": True, "use_safetensors": True, "dtype": torch.float32}
     theirs = type(ours.net).from_pretrained(folder, trust_remote_code=False, **options)
     for row in tokens.split(1):

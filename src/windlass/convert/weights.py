@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from windlass.checkpoint.files import MANIFEST
-from windlass.checkpoint.load import ADAPTER, read_adapter, read_tensors, safetensors_files
+from windlass.checkpoint.load import (
+    ADAPTER,
+    PICKLED,
+    current_name,
+    read_adapter,
+    read_pickled,
+    read_tensors,
+    weight_files,
+)
 from windlass.checkpoint.reader import CheckpointReader, pickled_object
 from windlass.config import Recipe
 from windlass.convert.config_json import format_of
@@ -61,7 +69,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 def open_weights(folder: Path) -> StoredWeights:
-    """Weights of a checkpoint of any layout, or of the *.safetensors files of a folder."""
+    """Weights of a checkpoint of any layout, or of the files of a Hugging Face folder."""
     tensors = {}
     if (folder / MANIFEST).is_file() and (folder / ".metadata").is_file():
         reader = CheckpointReader(folder)
@@ -94,7 +102,11 @@ def open_weights(folder: Path) -> StoredWeights:
                 hint="was it written by another program?",
             )
         return StoredWeights(tensors)
-    for part in safetensors_files(folder):
+    for part in weight_files(folder):
+        if part.suffix == PICKLED:
+            for name, tensor in read_pickled(part).items():
+                tensors[current_name(name)] = StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.clone)
+            continue
         try:
             file: Any = safe_open(part, framework="pt")
         except Exception as error:
@@ -106,7 +118,8 @@ def open_weights(folder: Path) -> StoredWeights:
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             slice_ = file.get_slice(name)
             format = SAFETENSORS_DTYPES.get(slice_.get_dtype(), slice_.get_dtype())
-            tensors[name] = StoredTensor(tuple(slice_.get_shape()), format, partial(file.get_tensor, name))
+            read_slice = partial(file.get_tensor, name)
+            tensors[current_name(name)] = StoredTensor(tuple(slice_.get_shape()), format, read_slice)
     return StoredWeights(tensors)
 
 

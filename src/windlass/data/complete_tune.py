@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 
 from windlass.config import LayoutConfig, Recipe
-from windlass.config.tune import TuneConfig
+from windlass.config.recipe import DataConfig
+from windlass.config.tune import SCORES, TuneConfig
 from windlass.data.examples import read_example_sets
 from windlass.data.store import open_store
 from windlass.data.stream import StoreStream, open_stream
 from windlass.data.tokenizer import load_tokenizer
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, DataError
 from windlass.layout.types import AXES
 
 # Texts of a forward pass where the recipe does not say it. More passes in a step write all gradients more often.
@@ -29,6 +30,8 @@ def complete_tune(recipe: Recipe, devices: int = 1) -> Recipe:
         return with_examples(recipe, tune, devices)
     if tune.task == "masked":
         return recipe.model_copy(update={"tune": with_mask_token(recipe, tune)})
+    if tune.task == "chat":
+        refuse_pairs(recipe.data)
     if recipe.data.tokens or recipe.train.steps:
         return recipe
     stream = open_stream(recipe.data, seed=recipe.seed, vocab=recipe.model.vocab)
@@ -57,10 +60,17 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
             hint=f"the next larger batch that does is {(per_replica + 1) * replicas}",
         )
     layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(per_replica, MICRO_BATCH))
+    if tune.selected_metric not in ("loss", *SCORES[tune.task]):
+        raise ConfigError(
+            "tune.metric-unknown",
+            f"tune.metric = {tune.selected_metric!r} is not a score of task {tune.task}",
+            hint=f"one of loss, {', '.join(SCORES[tune.task])}",
+        )
     sets = read_example_sets(tune)
     files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}
     steps = math.ceil(len(sets.train) / tune.batch)
     every = recipe.train.eval_every or steps
+    best = {"keep_best": max(1, recipe.save.keep_best), "metric": f"val_{tune.selected_metric}"}
     train = {"steps": recipe.train.steps or math.ceil(tune.epochs * steps), "eval_every": every}
     return recipe.model_copy(
         update={
@@ -68,10 +78,22 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
             "tune": tune.model_copy(update={"labels": sets.labels, "files": files}),
             "train": recipe.train.model_copy(update=train),
             # The best weights are those that the test examples see.
-            "save": recipe.save.model_copy(update={"keep_best": max(1, recipe.save.keep_best)}),
+            "save": recipe.save.model_copy(update=best),
             "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
         }
     )
+
+
+def refuse_pairs(data: DataConfig) -> None:
+    """Of a preference pair, learning the answers would learn the rejected one too."""
+    sources = open_store(Path(data.store)).manifest.get("sources", {}) if data.store else {}
+    trained = [name for name in sources if not data.mix or data.mix.get(name)]
+    if pairs := [name for name in trained if sources[name].get("form") == "pairs"]:
+        raise DataError(
+            "tune.pairs-as-chat",
+            f"{', '.join(pairs)} of {data.store} are preference pairs, whose rejected answers must not be learned",
+            hint='set tune.task = "prefer", or tokenize conversations (form = "chat")',
+        )
 
 
 def with_mask_token(recipe: Recipe, tune: TuneConfig) -> TuneConfig:

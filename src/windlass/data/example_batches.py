@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from windlass.config import Recipe
 from windlass.config.tune import TuneConfig
 from windlass.data.examples import Example
 from windlass.errors import ConfigError
@@ -18,7 +19,7 @@ from windlass.layout.types import IGNORED
 Ints = npt.NDArray[np.int64]
 # Texts are sorted by length within so many batches: padding falls, and batches stay different in every epoch.
 SORTED_BATCHES = 50
-Encode = Callable[[Example], "EncodedText"]
+Encode = Callable[[Sequence[Example]], "list[EncodedText]"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class EncodedExamples:
         self, examples: Sequence[Example], labels: Sequence[str], tune: TuneConfig, encode: Encode, *, pad: int
     ) -> None:
         self.tune, self.labels, self.pad = tune, list(labels), pad
-        self.texts = [encode(example) for example in examples]
+        self.texts = encode(examples)
         self.lengths = np.array([len(text.tokens) for text in self.texts], dtype=np.int64)
         number = {label: index for index, label in enumerate(labels)}
         self.targets = [make_target(tune.task, e.label, t, number) for e, t in zip(examples, self.texts, strict=True)]
@@ -172,35 +173,60 @@ def micro_batches(indexes: Ints, micro_batch: int, accumulation: int, ranks: int
     return [cuts[i * ranks + rank] if i * ranks + rank < len(cuts) else [] for i in range(accumulation)]
 
 
-def encoder_of_transformers(folder: Path, length: int, task: str) -> tuple[Encode, int]:
-    """Encoding by the tokenizer of a Hugging Face folder, with its special tokens; and the padding token."""
+def tokenizer_of_transformers(recipe: Recipe) -> Any:
+    """transformers' tokenizer of a model of family hf, with a padding token: that which ends a text where it has none
+    (GPT-2, Llama)."""
     from transformers import AutoTokenizer
 
     from windlass.models.presets.hf import refuse_custom_code
 
+    path = Path(recipe.data.tokenizer or recipe.save.load or recipe.model.config or "")
+    folder = path if path.is_dir() else path.parent
     refuse_custom_code(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    limit = min(length, tokenizer.model_max_length)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
 
-    def encode(example: Example) -> EncodedText:
-        words = list(example.text) if isinstance(example.text, tuple) else None
-        text: Any = words if words is not None else example.text
-        # One token more than the limit shows whether the text was cut.
-        result = tokenizer(text, example.pair, is_split_into_words=words is not None, truncation=True, max_length=limit)
-        full = len(tokenizer(text, example.pair, is_split_into_words=words is not None, verbose=False)["input_ids"])
-        tokens = list(result["input_ids"])
-        segments = list(result.get("token_type_ids") or [0] * len(tokens))
-        return EncodedText(tokens, segments, result.word_ids() if words is not None else None, full > len(tokens))
 
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    return encode, int(pad)
+def encoder_of_transformers(recipe: Recipe) -> tuple[Encode, int]:
+    """Encoding by the tokenizer of a Hugging Face folder, with its special tokens; and the padding token."""
+    tokenizer = tokenizer_of_transformers(recipe)
+    limit = min(recipe.data.seq_len, tokenizer.model_max_length)
+
+    def tokenized(examples: Sequence[Example], **options: Any) -> Any:
+        """All texts in one call: the tokenizer uses every core."""
+        has_words, has_pairs = isinstance(examples[0].text, tuple), examples[0].pair is not None
+        texts = [list(example.text) if has_words else example.text for example in examples]
+        pairs = [example.pair for example in examples] if has_pairs else None
+        return tokenizer(texts, pairs, is_split_into_words=has_words, verbose=False, **options)
+
+    def encode(examples: Sequence[Example]) -> list[EncodedText]:
+        if not examples:
+            return []
+        result = tokenized(examples, truncation=True, max_length=limit)
+        rows = result["input_ids"]
+        # A text that fills the limit may have been cut.
+        full = [number for number, tokens in enumerate(rows) if len(tokens) >= limit]
+        lengths = map(len, tokenized([examples[number] for number in full])["input_ids"]) if full else ()
+        cut = {number for number, length in zip(full, lengths, strict=True) if length > len(rows[number])}
+        segments = result.get("token_type_ids") or [[0] * len(tokens) for tokens in rows]
+        has_words = isinstance(examples[0].text, tuple)
+        return [
+            EncodedText(
+                list(tokens), list(segments[number]), result.word_ids(number) if has_words else None, number in cut
+            )
+            for number, tokens in enumerate(rows)
+        ]
+
+    return encode, int(tokenizer.pad_token_id)
 
 
 def encoder_of_tokenizer(tokenizer: Any, length: int) -> tuple[Encode, int]:
     """Encoding by one of our tokenizers: no special tokens but one between the texts of a pair."""
     end = tokenizer.eos if tokenizer.eos is not None else 0
 
-    def encode(example: Example) -> EncodedText:
+    def encode_one(example: Example) -> EncodedText:
         if isinstance(example.text, tuple):
             parts = [tokenizer.encode(word if i == 0 else f" {word}") for i, word in enumerate(example.text)]
             tokens = [token for part in parts for token in part]
@@ -213,4 +239,4 @@ def encoder_of_tokenizer(tokenizer: Any, length: int) -> tuple[Encode, int]:
         segments = ([0] * len(first) + [1] * len(second))[:length] or [0]
         return EncodedText(tokens, segments, None, len(first) + len(second) > length)
 
-    return encode, end
+    return lambda examples: [encode_one(example) for example in examples], end

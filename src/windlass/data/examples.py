@@ -41,13 +41,6 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
     if tune.train is None:
         raise DataError("tune.no-examples", "tune.train names no file of examples", hint="set tune.train")
     train = read_examples(Path(tune.train), tune)
-    if tune.validation is not None:
-        validation = read_examples(Path(tune.validation), tune)
-    else:  # the same examples for every seed and every number of processes
-        order = np.random.default_rng(0).permutation(len(train)).tolist()
-        cut = max(1, round(len(train) * VALIDATION_SHARE))
-        validation, train = [train[i] for i in sorted(order[:cut])], [train[i] for i in sorted(order[cut:])]
-    test = read_examples(Path(tune.test), tune) if tune.test is not None else []
     labels = list(tune.labels) or sorted({name for example in train for name in label_names(example)})
     if tune.task != "regress" and len(labels) < 2:
         raise DataError(
@@ -55,6 +48,15 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
             f"{tune.train}: all {len(train):,} training examples have the label {labels[0] if labels else 'none'!r}",
             hint="there must be at least two labels",
         )
+    if tune.validation is None and len(train) < 2:
+        raise DataError("tune.no-examples", f"{tune.train} has 1 example: none is left for training", hint="add more")
+    if tune.validation is not None:
+        validation = read_examples(Path(tune.validation), tune)
+    else:  # the same examples for every seed and every number of processes
+        order = np.random.default_rng(0).permutation(len(train)).tolist()
+        cut = max(1, round(len(train) * VALIDATION_SHARE))
+        validation, train = [train[i] for i in sorted(order[:cut])], [train[i] for i in sorted(order[cut:])]
+    test = read_examples(Path(tune.test), tune) if tune.test is not None else []
     parts = (("training", tune.train, train), ("validation", tune.validation, validation), ("test", tune.test, test))
     for part, file, examples in parts if tune.task != "regress" else ():
         counts = Counter(name for example in examples for name in label_names(example) if name not in set(labels))
@@ -99,8 +101,16 @@ def read_examples(path: Path, tune: TuneConfig) -> list[Example]:
 def read_rows(path: Path, text: str, tune: TuneConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Line number and columns of each example."""
     suffixes = path.suffixes
+    lines_of_text = text.split("\n")  # not splitlines: it also ends a line at U+2028 and others inside a text
+    if ".json" in suffixes and text.lstrip()[:1] == "[":  # one list of all examples
+        try:
+            rows = parse_json(text.encode())
+        except ValueError:
+            rows = [None]
+        yield from ((number, row if isinstance(row, dict) else {}) for number, row in enumerate(rows, 1))
+        return
     if ".jsonl" in suffixes or ".json" in suffixes or text.lstrip()[:1] == "{":
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(lines_of_text, 1):
             if line.strip():
                 try:
                     row = parse_json(line.encode())
@@ -112,10 +122,11 @@ def read_rows(path: Path, text: str, tune: TuneConfig) -> Iterator[tuple[int, Ma
         yield from read_conll(text)
         return
     if ".csv" in suffixes:
+        csv.field_size_limit(len(text) + 1)  # by default a text of 131,072 characters is an error
         reader = csv.reader(io.StringIO(text))
         lines = [(reader.line_num, row) for row in reader if row]
     else:  # a quote in TSV is a character like any other
-        lines = [(number, line.split("\t")) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(number, line.split("\t")) for number, line in enumerate(lines_of_text, 1) if line.strip()]
     header = [name.strip().lower() for name in lines[0][1]] if lines else []
     if tune.text.lower() in header and {tune.label.lower(), "target"} & set(header):
         lines = lines[1:]
@@ -130,8 +141,8 @@ def read_rows(path: Path, text: str, tune: TuneConfig) -> Iterator[tuple[int, Ma
 def read_conll(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """A word and its tag per line (first and last column), an empty line between sentences."""
     words, tags, first = list[str](), list[str](), 1
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        fields = line.split()
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        fields = line.split("\t") if "\t" in line.strip() else line.split()
         if fields and not line.startswith("-DOCSTART-"):
             first = first if words else number
             words.append(fields[0])
@@ -147,6 +158,8 @@ def read_example(row: Mapping[str, Any], tune: TuneConfig) -> Example:
     label = first_of(row, tune.label, "tags", "ner_tags") if tune.task == "tag" else first_of(row, tune.label, "target")
     if tune.task == "tag":
         words, tags = as_list(text), as_list(label)
+        if isinstance(label, list) and any(isinstance(tag, int) for tag in label):
+            raise ValueError(f"the tags are numbers ({tags[0]}): write their names (O, B-PER, I-PER)")
         if not words or len(words) != len(tags) or not all(tags):
             raise ValueError(f"{len(words)} words and {sum(map(bool, tags))} tags")
         return Example(tuple(words), tuple(tags))

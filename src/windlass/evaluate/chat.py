@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from windlass.data.chat import ChatTemplate, Message
+from windlass.errors import DataError
 from windlass.evaluate.generate import Generated, Sampling, generate
 from windlass.evaluate.open_model import OpenModel
 
@@ -23,7 +24,7 @@ def answer(
     show: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """The next answer; `show` gets each piece of it as it comes. Ctrl-C ends the answer, which is kept as far as it
-    is."""
+    is. DataError: the question alone is too long."""
     messages, dropped = list(messages), 0
     prompt = template.encode(messages, add_generation_prompt=True)
     first = int(messages[0]["role"] == "system")
@@ -31,6 +32,12 @@ def answer(
         del messages[first : first + 2]  # the oldest question with its answer
         dropped += 2
         prompt = template.encode(messages, add_generation_prompt=True)
+    if len(prompt) >= opened.max_length:
+        raise DataError(
+            "evaluate.question-too-long",
+            f"the question has {len(prompt):,} tokens, and the model reads {opened.max_length:,}",
+            hint="ask a shorter one",
+        )
     shown = ""
 
     def stop(ids: list[int]) -> bool:
@@ -41,8 +48,7 @@ def answer(
             shown = text
         return False
 
-    room = max(1, opened.max_length - len(prompt))
-    limits = replace(sampling, tokens=min(sampling.tokens, room))
+    limits = replace(sampling, tokens=min(sampling.tokens, opened.max_length - len(prompt)))
     try:
         generated = generate(opened.model, prompt, limits, eos=template.end_token, stop=stop)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from windlass.config.load import read_toml, validate
 from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, lower_is_better
 from windlass.convert.config_json import is_hf_folder, recipe_name
 from windlass.convert.source import find_source, find_tokenizer
+from windlass.data.examples import read_example_sets
 from windlass.errors import ConfigError, RunError
 from windlass.files import read_json_lines
 from windlass.runs.events import Evaluated
@@ -118,7 +119,7 @@ def seed_result(run: Run) -> SeedResult:
         if best is None:
             raise RunError("tune.no-scores", f"{run.path} has no scores", hint=f"finish it: windlass resume {run.path}")
         scores = {name: value for name, value in best[0].items() if value is not None}
-        step = best[1] or 0
+        step, count = best[1] or 0, len(read_example_sets(recipe.tune).validation)
     metrics = list(run.metrics_lines())
     seconds = [line.step_seconds for line in metrics if line.step_seconds]
     joules = [line.energy_joules for line in metrics if line.energy_joules is not None]

@@ -55,6 +55,12 @@ def open_model(
     on a CPU. Without `weights` the model is None: another engine loads it.
     """
     source = find_source(path, step)
+    if (tune := source.recipe.tune) is not None and tune.task not in ("chat", "prefer"):
+        raise ConfigError(
+            "evaluate.no-next-token",
+            f"{source.folder} was tuned for task {tune.task!r}: it predicts no next token",
+            hint="its scores are in eval.jsonl; use a model that was tuned for chat or not at all",
+        )
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:

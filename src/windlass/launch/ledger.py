@@ -316,7 +316,7 @@ class ChainForecast:
 
 def forecast_chain(run: Run, ledger: Sequence[LedgerEntry]) -> ChainForecast:
     last, recipe, verdict = run.last_metrics(), run.recipe(), judge(run)
-    tokens, target = last.tokens, planned_tokens(recipe)
+    tokens, target = last.tokens, planned_tokens(recipe, last.step, last.tokens)
     remaining_seconds = 0.0 if verdict.answer == "finished" else None
     if remaining_seconds is None and target is not None and tokens is not None and last.tokens_per_second:
         remaining_seconds = max(0.0, (target - tokens) / last.tokens_per_second)

@@ -45,6 +45,10 @@ class HFModel(DecoderModel):
         config = net.config.get_text_config() if hasattr(net.config, "get_text_config") else net.config
         self.net = net
         self.seq_len, self.vocab, self.width = seq_len, config.vocab_size, config.hidden_size
+        # RoBERTa and XLM-R count positions from that of the padding token on.
+        for name, part in net.named_modules():
+            if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+                refuse_long(seq_len, part.num_embeddings - part.padding_idx - 1)
         self.init_std = getattr(config, "initializer_range", 0.02)
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         # Second names of a weight (a tied head) -> its first name, both as in our state.
@@ -178,8 +182,10 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
 
 def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
     """transformers' config of a folder or file; refuses sequences that are longer than its positions."""
-    # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries, and makes
+    # torch warn about torchao's own types.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         from transformers import AutoConfig
     except ImportError:
@@ -204,14 +210,17 @@ def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
             hint="a newer transformers may support it",
         ) from None
-    limit = getattr(hf_config, "max_position_embeddings", None)
+    refuse_long(seq_len, getattr(hf_config, "max_position_embeddings", None))
+    return hf_config
+
+
+def refuse_long(seq_len: int, limit: int | None) -> None:
     if limit is not None and seq_len > limit:
         raise ConfigError(
             "model.sequence-too-long",
             f"data.seq_len ({seq_len:,}) is more than the model's {limit:,} positions",
-            hint="choose a shorter sequence or another config",
+            hint="choose a shorter one (`windlass finetune --length`), or another config",
         )
-    return hf_config
 
 
 def build_net(auto_class: Any, hf_config: Any, path: Path) -> Any:

@@ -153,7 +153,7 @@ def collect(
     event_times = [e.time for e in events if e.time is not None]
     measured = measure(columns.get, start.world_size)
     tokens = measured.tokens
-    stated = _recipe_fields(recipe, brief) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
+    stated = _recipe_fields(recipe, brief, measured) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
     target, speed = stated["target_tokens"], measured.tokens_per_second
     statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
     status = next(statuses, "running" if len(columns) else "unknown")
@@ -261,14 +261,14 @@ STATUS: dict[type[Event], str] = {
 }  # fmt: skip
 
 
-def _recipe_fields(recipe: Recipe, brief: bool) -> dict[str, Any]:
+def _recipe_fields(recipe: Recipe, brief: bool, measured: Measured) -> dict[str, Any]:
     m = recipe.model
     total = active = None
     # A Hugging Face config may not have been copied.
     with contextlib.suppress(WindlassError, OSError, KeyError, TypeError, ValueError):
         if not brief:
             total, active = model_spec(m).params.total, model_spec(m).params.active
-    target = planned_tokens(recipe)
+    target = planned_tokens(recipe, measured.step, measured.tokens)
     sizes = f", {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}" if m.vocab else ""
     return {
         "name": print_text(recipe.name),

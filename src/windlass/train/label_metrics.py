@@ -9,9 +9,7 @@ import numpy as np
 from windlass.errors import ConfigError
 
 
-def label_scores(
-    task: str, predicted: Sequence[Any], truth: Sequence[Any], labels: Sequence[str]
-) -> dict[str, float | None]:
+def label_scores(task: str, predicted: Sequence[Any], truth: Sequence[Any]) -> dict[str, float | None]:
     """Every score of a task. Predictions and truth: label numbers (classify), rows of 0 and 1 (multi_label), numbers
     (regress), lists of tags (tag). None: not defined for these values, such as the correlation of a constant."""
     try:
@@ -29,9 +27,8 @@ def label_scores(
             return {"pearson": defined(pearsonr(*pairs)[0]), "spearman": defined(spearmanr(*pairs)[0]), "mse": error}
         if task == "tag":
             return span_scores(predicted, truth)
-        numbers = list(range(len(labels)))
-        f1 = {
-            f"{average}_f1": float(metrics.f1_score(truth, predicted, labels=numbers, average=average, zero_division=0))
+        f1 = {  # as scikit-learn by itself: labels that occur neither in truth nor in predictions do not count
+            f"{average}_f1": float(metrics.f1_score(truth, predicted, average=average, zero_division=0))
             for average in ("macro", "weighted", "micro")
         }
         accuracy = float(metrics.accuracy_score(truth, predicted))

@@ -60,9 +60,7 @@ class ProgressDisplay(Hook):
             self.say(f"step {line['step']}/{training.plan.steps}  {describe_line(line)}")
 
     def on_eval(self, training: Training, validation: Validation) -> None:
-        losses = ", ".join(f"{name} {part.loss:.4f}" for name, part in validation.sources.items())
-        by_source = f" ({losses})" if len(validation.sources) > 1 else ""
-        self.say(f"step {training.step}: validation loss {validation.overall.loss:.4f}{by_source}")
+        self.say(f"step {training.step}: validation {validation.text()}")
 
     def on_stop(self, training: Training, reason: str | None) -> None:
         if self._bar is not None:

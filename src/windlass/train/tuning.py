@@ -113,18 +113,15 @@ class ExampleStream:
 
 
 def open_encoder(recipe: Recipe) -> tuple[Callable[..., Any], int]:
-    named, length = recipe.data.tokenizer, recipe.data.seq_len
-    assert recipe.tune is not None
     if recipe.model.family == "hf":
-        folder = Path(named or recipe.save.load or recipe.model.config or "")
-        return encoder_of_transformers(folder if folder.is_dir() else folder.parent, length, recipe.tune.task)
-    if named is None:
+        return encoder_of_transformers(recipe)
+    if recipe.data.tokenizer is None:
         raise ConfigError(
             "tune.no-tokenizer",
             "data.tokenizer is not given, and the model has none of its own",
             hint="name the tokenizer that the model was trained with",
         )
-    return encoder_of_tokenizer(load_tokenizer(Path(named)), length)
+    return encoder_of_tokenizer(load_tokenizer(Path(recipe.data.tokenizer)), recipe.data.seq_len)
 
 
 def example_plan(recipe: Recipe, layout: Layout, order: ExampleOrder) -> ExamplePlan:
@@ -224,15 +221,7 @@ class ExampleValidator:
             dist.all_gather_object(gathered, answers)
         by_example = {index: answer for part_answers in gathered for index, answer in part_answers.items()}
         pairs = [by_example[index] for index in range(len(examples))]
-        scores = label_scores(
-            stream.tune.task, [guess for guess, _ in pairs], [truth for _, truth in pairs], stream.sets.labels
-        )
-        if self.selected not in ("loss", *scores):
-            raise ConfigError(
-                "tune.metric-unknown",
-                f"tune.metric = {self.selected!r} is not a score of task {stream.tune.task}",
-                hint=f"one of loss, {', '.join(scores)}",
-            )
+        scores = label_scores(stream.tune.task, [guess for guess, _ in pairs], [truth for _, truth in pairs])
         mean = float(total) / examples.counted(range(len(examples)), stream.weights)
         return ExampleValidation(HeldOutLoss(mean, None), {}, {}, scores, self.selected)
 

@@ -60,6 +60,12 @@ class Validation:
     # Scores of labels, or further means of the objective, by name.
     scores: dict[str, float | None] = field(default_factory=dict)
 
+    def text(self) -> str:
+        """For the log: losses, and the scores that could be computed."""
+        losses = ", ".join(f"{name} {part.loss:.4f}" for name, part in self.sources.items())
+        loss = f"loss {self.overall.loss:.4f}" + (f" ({losses})" if len(self.sources) > 1 else "")
+        return ", ".join([loss, *(f"{name} {value:.4f}" for name, value in self.scores.items() if value is not None)])
+
     def line(self) -> dict[str, float | None]:
         """The same as flat keys of a metrics line; sources only when there are several."""
         line: dict[str, float | None] = {}

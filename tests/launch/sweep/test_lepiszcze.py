@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -127,12 +128,17 @@ def test_two_points_killed_and_continued(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.timeout(1800)  # the matrix takes five minutes, and is run twice
+@pytest.mark.timeout(3600)  # the matrix takes five minutes, and is run twice
 def test_matrix_killed_at_random(here: Path) -> None:
     """2 models x 3 data sets x 2 batches x 1 and 2 processes, at once, and killed five times."""
     sets = ["polemo2", "cdsc_e", "kpwr_ner"]
     file = write_matrix(here, "matrix", ["models/one", "models/two"], sets, [16, 32], [1, 2], seeds=1)
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     assert start(here, file, "runs/whole").wait() == 0
+    after, wall_seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - started
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"undisturbed: {cpu_seconds:.0f} s of CPU, {wall_seconds:.0f} s, load {os.getloadavg()[1]:.1f}")
+    assert cpu_seconds < 2 * 360, "six minutes of two cores"
     seconds = sum(line["seconds"] for line in map(json.loads, (here / "runs/whole/outcomes.jsonl").open()))
     dice, kills = random.Random(0), 0
     while (process := start(here, file, "runs/killed")).poll() is None:
@@ -144,6 +150,7 @@ def test_matrix_killed_at_random(here: Path) -> None:
             kills += 1
             continue
         break
+    print(f"killed {kills} times, finished after {time.monotonic() - started - wall_seconds:.0f} s")
     assert kills and table(here / "runs" / "killed") == table(here / "runs" / "whole")
     assert len(table(here / "runs" / "whole")) == 6
 
