@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import resource
+import sys
 
 
 class WindlassError(Exception):
@@ -104,6 +105,31 @@ def lack_of_memory(error: BaseException) -> MemoryLimitError | None:
 
 
 ADDRESS_SPACE_NOTE = "PyTorch maps about 1 GiB, and tens of GiB with a GPU"
+# Address space that a command with this library needs. With less, the library may end the process by itself at any
+# moment: OpenBLAS, the dynamic loader and C++ do, with a message that explains nothing.
+LIBRARY_BYTES = {"numpy": 192 << 20, "torch": 1 << 30}
+
+
+class ImportGuard:
+    """A finder of modules that finds none, and refuses those of LIBRARY_BYTES under a lower `ulimit -v`."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        limit, needed = address_space_limit(), LIBRARY_BYTES.get(name)
+        if limit is not None and needed is not None and limit < needed:
+            raise MemoryLimitError(
+                "system.memory-limit",
+                f"this command needs {name}, which needs {needed / 2**20:,.0f} MiB of address space; a process may map "
+                f"{limit / 2**20:,.0f} MiB here (ulimit -v)",
+                hint=f"raise the limit (`ulimit -v unlimited`); {ADDRESS_SPACE_NOTE}",
+            )
+
+
+def guard_imports() -> None:
+    """To be called once, at the start of a program."""
+    if address_space_limit() is not None:
+        sys.meta_path.insert(0, ImportGuard())
+
+
 _MEMORY_TEXTS = (
     r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread"
 )

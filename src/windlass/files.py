@@ -18,9 +18,14 @@ from windlass.errors import ConfigError, DataError
 READ_BLOCK_BYTES = 4 << 20
 # Deeper than any JSON file of windlass or transformers; functions that walk a value call themselves once per level.
 MAX_JSON_DEPTH = 64
-_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 FileStamps = tuple[tuple[int, int] | None, ...]
-_INFINITIES = frozenset((math.inf, -math.inf))
+
+
+def _known_float(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None, parse_float=_known_float)
 
 
 def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None:
@@ -109,14 +114,13 @@ def parse_json(raw: bytes) -> Any:
 
     ValueError: not JSON, not UTF-8, nested more than MAX_JSON_DEPTH deep, or an integer of thousands of digits.
     """
+    text = str(raw, "utf-8-sig")
     try:
-        value = _DECODER.decode(str(raw, "utf-8-sig"))
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep") from None
-    with contextlib.suppress(TypeError, AttributeError):  # a value with inner lists or objects, or not an object
-        if _INFINITIES.isdisjoint(value.values()):
-            return value
-    return json_safe(value)
+    # Few brackets cannot be nested too deep: the value need not be walked.
+    return value if text.count("{") + text.count("[") <= MAX_JSON_DEPTH else json_safe(value)
 
 
 def _object(raw: bytes) -> dict[str, Any] | None:

@@ -166,6 +166,25 @@ def test_a_lack_of_memory_is_no_fault_of_windlass(error):
     assert code == 12 and "out of memory" in message and "bug" not in (hint or "")
 
 
+@pytest.mark.parametrize(("library", "needed"), [("numpy", 192 << 20), ("torch", 1 << 30)])
+def test_a_library_without_room_is_refused_before_it_ends_the_process(library, needed):
+    # OpenBLAS exits with 1, the loader with 127 and C++ aborts: where exactly depends on the limit.
+    program = f"""
+import resource, sys
+from windlass.errors import MemoryLimitError, guard_imports
+resource.setrlimit(resource.RLIMIT_AS, ({needed - 4096}, resource.RLIM_INFINITY))
+guard_imports()
+try:
+    import {library}
+except MemoryLimitError as error:
+    resource.setrlimit(resource.RLIMIT_AS, ({needed}, resource.RLIM_INFINITY))
+    import {library}
+    print(error.code, error.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["system.memory-limit", "12"], done.stderr
+
+
 def test_debug_shows_the_traceback(tmp_path):
     assert "Traceback" in windlass("show", "no.toml", "--debug", cwd=tmp_path).stderr
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import pytest
 from windlass.config.sources import DataFile, DataSource
 from windlass.data.inputs import (
     ChunkSchedule,
+    FileList,
     InputFile,
     WorkItem,
+    find_files,
     last_chunks,
     make_schedule,
     plan_items,
@@ -143,3 +147,56 @@ def test_the_effort_of_planning_grows_with_the_files_and_not_with_their_square(m
     described = [[f.path, f.format, f.packing, f.size, f.modified] for f in files]
     value = json.dumps(["settings", "s", ["text", "file", None, None, None], described, 0])
     assert item.id == hashlib.sha256(value.encode()).hexdigest()[:20]
+
+
+def test_a_list_of_files_keeps_every_field_in_little_memory() -> None:
+    described = [
+        InputFile("a/x.txt", "text", "", 0, -1),
+        InputFile("a/y.jsonl.gz", "jsonl", "gz", 2**40, 7 * 10**18 + 3),
+        InputFile("/b/\u00fc/x.txt", "text", "", 5, 10**9 * 2**40 + 999_999_999),  # long after the year 2262
+        InputFile("x.txt", "text", "", 1, 0),
+        InputFile("a/z.txt", "text", "", 1, 0),
+    ]
+    files = FileList()
+    for file in described:
+        files.append(file)
+    assert list(files) == described and len(files) == 5 and files[-1] == described[-1]
+    assert (
+        list(files[1:4]) == described[1:4] and files[1:4][2] == described[3] and list(files[1:4][1:]) == described[2:4]
+    )
+    before = tracemalloc_bytes(lambda: [replace(described[0], path=f"/data/part/{n:06}.txt") for n in range(20_000)])
+
+    def compact() -> FileList:
+        files = FileList()
+        for n in range(20_000):
+            files.append(replace(described[0], path=f"/data/part/{n:06}.txt", size=n))
+        return files
+
+    assert tracemalloc_bytes(compact) < min(70 * 20_000, before / 2)
+
+
+def tracemalloc_bytes(make: Callable[[], object]) -> int:
+    tracemalloc.start()
+    value = make()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert value is not None
+    return size
+
+
+def test_one_file_by_many_ways_is_read_once_under_its_first_name(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    for name in ("b/one.txt", "b/deep/two.txt", "b/deep/three.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a").symlink_to("b/deep")
+    (tmp_path / "b" / "deep" / "up").symlink_to("..")
+    (tmp_path / "b" / "link.txt").symlink_to("one.txt")
+
+    def names(*patterns: str) -> list[str]:
+        source = DataSource(paths=[str(tmp_path / pattern) for pattern in patterns])
+        return [str(Path(file.path).relative_to(tmp_path)) for file in find_files("s", source)]
+
+    assert names("b") == ["b/link.txt", "b/deep/three.txt", "b/deep/two.txt"]
+    assert names("b/*.txt", "b/*.txt") == ["b/link.txt"]
+    assert names("a") == ["a/three.txt", "a/two.txt", "a/up/link.txt"]
+    assert names("b/deep/two.txt", "a/*.txt") == ["b/deep/two.txt", "a/three.txt"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from windlass.errors import ADDRESS_SPACE_NOTE, WindlassError, address_space_limit, lack_of_memory
+from windlass.errors import MemoryLimitError, WindlassError, guard_imports, lack_of_memory
 
 # Group -> command -> its file and function, in the order of `windlass --help`, which is the order of a project.
 COMMANDS = {
@@ -147,9 +147,7 @@ def main() -> None:
         root(prog_name="windlass")
     # A file name that is not UTF-8 and a damaged text are shown as \udcff instead of ending the command.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    # Libraries that may not map what they need can end the process themselves, with a message that explains nothing.
-    if (limit := address_space_limit()) is not None and limit < 2**30:
-        sys.stderr.write(f"note: ulimit -v allows {limit / 2**20:,.0f} MiB of address space; {ADDRESS_SPACE_NOTE}\n")
+    guard_imports()
     try:
         code = command(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="windlass", standalone_mode=False)
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
@@ -165,7 +163,9 @@ def main() -> None:
         if is_verbose and not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()
         message, hint, code = describe_failure(error)
-        if lack_of_memory(error) is not None:  # rich, and what libraries do at exit, would need more of it
+        if (
+            isinstance(error, MemoryLimitError) or lack_of_memory(error) is not None
+        ):  # rich, and what libraries do at exit, would need more of it
             sys.stderr.write(f"error: {message}\nhint:  {hint}\n")
             sys.stderr.flush()
             os._exit(code)

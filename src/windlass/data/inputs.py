@@ -9,12 +9,19 @@ import hashlib
 import heapq
 import json
 import os
+from array import array
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from glob import glob, has_magic
+from itertools import compress
 from pathlib import Path
+from typing import Self, overload
+
+import numpy as np
 
 from windlass.config.sources import DataFile, DataSource
 from windlass.errors import DataError
@@ -48,18 +55,75 @@ class InputFile:
         return self.size * _EXPANSION if self.packing or self.format == "parquet" else self.size
 
 
+class FileList(Sequence[InputFile]):
+    """Input files in columns: a million of them take about 50 MB, and as objects 350. A slice shares the columns."""
+
+    def __init__(self) -> None:
+        # Beginnings of the paths (one for many files) and their last parts, as UTF-8, and where each of them stops.
+        self._folders, self._names = bytearray(), bytearray()
+        self._folder_stops, self._name_stops = array("q", [0]), array("q", [0])
+        self._folder = array("I")  # which of the folders
+        self._kinds: list[tuple[str, str]] = []  # (format, packing)
+        self._kind, self._size = array("B"), array("q")
+        # A time after 2262 has more nanoseconds than 64 bits hold.
+        self._modified_seconds, self._modified_nanoseconds = array("q"), array("I")
+        self._rows = range(0)
+        self._last_folder: str | None = None
+
+    def append(self, file: InputFile) -> None:
+        """Add a file to a list that is not a slice."""
+        folder, slash, name = file.path.rpartition("/")
+        if folder + slash != self._last_folder:
+            self._last_folder = folder + slash
+            self._folders += self._last_folder.encode()
+            self._folder_stops.append(len(self._folders))
+        self._names += name.encode()
+        kind = (file.format, file.packing)
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        self._folder.append(len(self._folder_stops) - 1)
+        self._name_stops.append(len(self._names))
+        self._kind.append(self._kinds.index(kind))
+        self._size.append(file.size)
+        seconds, nanoseconds = divmod(file.modified, 10**9)
+        self._modified_seconds.append(seconds)
+        self._modified_nanoseconds.append(nanoseconds)
+        self._rows = range(len(self._size))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> InputFile: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> InputFile | Self:
+        if isinstance(index, slice):
+            part = copy(self)
+            part._rows = self._rows[index]
+            return part
+        row = self._rows[index]
+        stop = self._folder[row]
+        folder = self._folders[self._folder_stops[stop - 1] : self._folder_stops[stop]]
+        name = self._names[self._name_stops[row] : self._name_stops[row + 1]]
+        modified = self._modified_seconds[row] * 10**9 + self._modified_nanoseconds[row]
+        return InputFile((folder + name).decode(), *self._kinds[self._kind[row]], self._size[row], modified)
+
+
 @dataclass(frozen=True)
 class WorkItem:
     """Several small files, or one big file; its chunks are numbered from 0."""
 
     id: str  # hash of everything its output depends on: pieces of a changed file or setting are no longer used
     source: str
-    files: tuple[InputFile, ...]
+    files: Sequence[InputFile]
     chunks: int | None  # None: a big compressed file, whose end is not known yet
     rows: int = 0  # rows per chunk, for Parquet and Arrow
     step: int = 0  # bytes per chunk, for lines; 0 for small files, which are one chunk
 
-    @property
+    @cached_property
     def weight(self) -> int:
         return sum(file.weight for file in self.files)
 
@@ -68,38 +132,30 @@ class WorkItem:
         return self.weight // self.chunks if self.chunks else min(self.step, self.weight)
 
 
-def find_files(name: str, source: DataSource, output: Path | None = None) -> list[InputFile]:
+def find_files(name: str, source: DataSource, output: Path | None = None) -> FileList:
     """All files of a source in a fixed order; one error lists everything that cannot be read.
 
     A source that leads into the folder `output`, or to files beside the store's own, is refused: those would be read.
     A folder inside of `output`, such as raw/, may hold sources."""
-    files: dict[str, InputFile] = {}
+    files, hashes = FileList(), array("q")  # hashes of real paths
     problems: list[str] = []
-    real_folders: dict[str, str] = {}  # resolving every file would take most of the time for a million of them
     outside = "" if output is None else os.path.realpath(output)
+    last_folder, real_folder = None, ""  # resolving every file would take most of the time for a million of them
     for pattern in source.paths:
         if output is not None and _leads_into(pattern, outside):
             raise _overlap(name, pattern, output)
         problems += [f"{folder}: Permission denied" for folder in _closed_folders(pattern)]
-        paths: list[str] = []
-        # Path.glob takes no absolute patterns
-        for path in sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]:  # noqa: PTH207
-            try:
-                paths += _walk(path, problems) if Path(path).is_dir() else [path] if Path(path).exists() else []
-            except OSError as error:
-                problems.append(f"{path}: {error.strerror}")
         is_empty = True
-        for file in (file for path in paths if (file := _describe(path, source, problems))):
+        for file in (file for path in _paths(pattern, problems) if (file := _describe(path, source, problems))):
             is_empty = False
             folder, base = os.path.split(file.path)
-            if (real_folder := real_folders.get(folder)) is None:
-                real_folder = real_folders[folder] = os.path.realpath(folder)
+            if folder != last_folder:
+                last_folder, real_folder = folder, os.path.realpath(folder)
                 if output is not None and (real_folder == outside or f"{real_folder}/".startswith(f"{outside}/work/")):
                     raise _overlap(name, file.path, output)
-            # By real path: links lead to one file by many ways.
             is_link = os.path.islink(file.path)  # noqa: PTH114
-            real = os.path.realpath(file.path) if is_link else os.path.join(real_folder, base)  # noqa: PTH118
-            files.setdefault(file.path if real == file.path else real, file)  # one string, where it is the same
+            hashes.append(hash(os.path.realpath(file.path) if is_link else os.path.join(real_folder, base)))  # noqa: PTH118
+            files.append(file)
         if is_empty and not problems:
             reason = "no file of a known format in this folder" if Path(pattern).is_dir() else "no such file"
             problems.append(f"{pattern}: {reason}")
@@ -111,7 +167,41 @@ def find_files(name: str, source: DataSource, output: Path | None = None) -> lis
             hint="relative paths start in the current folder; known formats: "
             ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt, save_to_disk folders",
         )
-    return list(files.values())
+    in_order = np.sort(hashes)
+    repeated = in_order[1:][in_order[1:] == in_order[:-1]]
+    if not len(repeated):
+        return files
+    may_repeat = np.isin(hashes, repeated)
+    first_of: dict[str, int] = {}  # by real path: links lead to one file by many ways
+    for row in np.nonzero(may_repeat)[0].tolist():
+        first_of.setdefault(os.path.realpath(files[row].path), row)
+    may_repeat[list(first_of.values())] = False
+    different = FileList()
+    for file in compress(files, ~may_repeat):
+        different.append(file)
+    return different
+
+
+def _paths(pattern: str, problems: list[str]) -> Iterator[str]:
+    """The files that a pattern names, in a fixed order; of a folder those of a known format."""
+    folder, base = os.path.split(pattern)
+    if not has_magic(pattern):
+        paths: Iterable[str] = [pattern]
+    elif has_magic(folder) or base == "**":
+        paths = sorted(glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
+    else:  # the names alone take half of the memory
+        names = sorted(glob(base, root_dir=folder or None))  # noqa: PTH207
+        paths = (os.path.join(folder, name) for name in names)  # noqa: PTH118
+    for path in paths:
+        try:
+            is_folder, exists = Path(path).is_dir(), Path(path).exists()
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if is_folder:
+            yield from _walk(path, problems)
+        elif exists:
+            yield path
 
 
 def _leads_into(pattern: str, folder: str) -> bool:
@@ -154,20 +244,29 @@ def _walk(root: str, problems: list[str]) -> Iterator[str]:
     def report(error: OSError) -> None:
         problems.append(f"{error.filename}: {error.strerror}")
 
-    ancestors = {root: {os.path.realpath(root)}}
+    real_root = os.path.realpath(root)
+    below_link: dict[str, set[str]] = {}  # folder at or below a link -> real paths of it and the folders above
     for folder, folders, names in os.walk(root, onerror=report, followlinks=True):
-        real = {name: os.path.realpath(Path(folder) / name) for name in sorted(folders)}
-        above = ancestors.pop(folder)
-        folders[:] = [name for name in real if real[name] not in above]  # a link to an ancestor is not followed
-        for name in folders:
-            ancestors[os.path.join(folder, name)] = above | {real[name]}  # noqa: PTH118 - as os.walk joins
+        above = below_link.pop(folder, None)
+        followed = []
+        for name in sorted(folders):
+            path = os.path.join(folder, name)  # noqa: PTH118 - as os.walk joins
+            if above is not None or os.path.islink(path):  # noqa: PTH114
+                real, real_folder = os.path.realpath(path), Path(os.path.realpath(folder))
+                seen = above or {str(p) for p in (real_folder, *real_folder.parents) if p.is_relative_to(real_root)}
+                if real in seen:  # a link to an ancestor is not followed
+                    continue
+                below_link[path] = seen | {real}
+            followed.append(name)
+        folders[:] = followed
+        names.sort()
         beginning = str(Path(folder) / "_")[:-1]
-        yield from (beginning + n for n in sorted(names) if format_of(n)[0] and not n.startswith(_HIDDEN))
+        yield from (beginning + n for n in names if format_of(n)[0] and not n.startswith(_HIDDEN))
 
 
 def count_skipped(source: DataSource) -> dict[str, int]:
     """Suffix -> number of files below the source's folders that have no known format and are not read."""
-    names = [name for path in source.paths if Path(path).is_dir() for _, _, files in os.walk(path) for name in files]
+    names = (name for path in source.paths if Path(path).is_dir() for _, _, files in os.walk(path) for name in files)
     counts = Counter(Path(n).suffix or n for n in names if format_of(n)[0] is None and not n.startswith(_HIDDEN))
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
@@ -210,7 +309,7 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
 
 
 def plan_items(
-    file: DataFile, files: Mapping[str, list[InputFile]], settings: str, template: str | None = None
+    file: DataFile, files: Mapping[str, Sequence[InputFile]], settings: str, template: str | None = None
 ) -> list[WorkItem]:
     """All work of a data file in the order of the store. `settings` is a hash of what shapes every output, `template`
     the chat template of conversations."""
@@ -221,34 +320,36 @@ def plan_items(
         table = file.sources[source]
         shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
         shape += [table.form, table.max_tokens, template] if table.form != "text" else []
-        parts: list[tuple[list[InputFile], int | None, int, int]] = []  # (files, chunks, rows, step)
-        group: list[InputFile] = []
-        group_weight = 0
-        for one in source_files:
-            if group and group_weight + one.weight > file.chunk:
-                parts.append((group, 1, 0, 0))
-                group, group_weight = [], 0
-            if one.weight <= file.chunk or (one.format == "text" and table.document == "file"):
-                group.append(one)
-                group_weight += one.weight
-            elif one.format in ROW_FORMATS:
+        parts: list[tuple[int, int, int | None, int, int]] = []  # (first file, stop, chunks, rows, step)
+        first, group_weight = 0, 0  # files from `first` on share a chunk
+        for number, one in enumerate(source_files):
+            weight = one.weight
+            if number > first and group_weight + weight > file.chunk:
+                parts.append((first, number, 1, 0, 0))
+                first, group_weight = number, 0
+            if weight <= file.chunk or (one.format == "text" and table.document == "file"):
+                group_weight += weight
+                continue
+            if one.format in ROW_FORMATS:
                 rows, size = count_rows(one)
                 rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
-                parts.append(([one], max(1, -(-rows // rows_per_chunk)), rows_per_chunk, 0))
+                parts.append((number, number + 1, max(1, -(-rows // rows_per_chunk)), rows_per_chunk, 0))
             else:
                 step = file.chunk
-                while step >= 2 * _MIN_CHUNK_BYTES and one.weight < _MIN_CHUNKS * step:
+                while step >= 2 * _MIN_CHUNK_BYTES and weight < _MIN_CHUNKS * step:
                     step //= 2
-                parts.append(([one], None if one.packing else max(1, -(-one.size // step)), 0, step))
-        parts += [(group, 1, 0, 0)] if group else []
-        for members, chunks, rows, step in parts:
+                parts.append((number, number + 1, None if one.packing else max(1, -(-one.size // step)), 0, step))
+            first = number + 1
+        parts += [(first, len(source_files), 1, 0, 0)] if first < len(source_files) else []
+        for start, stop, chunks, rows, step in parts:
+            members = source_files[start:stop]
             # The hash of json.dumps([settings, source, shape, [file, ...], step]), without its text in memory.
             digest = hashlib.sha256(f"{json.dumps([settings, source, shape])[:-1]}, [".encode())
             for number, f in enumerate(members):
                 described = json.dumps([f.path, f.format, f.packing, f.size, f.modified])
                 digest.update(f"{', ' if number else ''}{described}".encode())
             digest.update(f"], {step}]".encode())
-            items.append(WorkItem(digest.hexdigest()[:20], source, tuple(members), chunks, rows, step))
+            items.append(WorkItem(digest.hexdigest()[:20], source, members, chunks, rows, step))
     return items
 
 

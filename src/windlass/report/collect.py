@@ -196,7 +196,7 @@ def collect(
         plan_rows=_plan_rows(predicted, measured, history.node_hours, energy, plan.get("device"), status),
         lines=len(columns),
         **stated,
-        **asdict(measured),
+        **vars(measured),
     )
 
 

@@ -198,10 +198,15 @@ def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[
     is_known = ~np.isnan(y) & ~np.isnan(x)
     x, y = x[is_known], y[is_known]
     if len(x) > points:
-        kept = {0, len(y) - 1}
-        for part in np.array_split(np.arange(len(y)), max(1, points // 2)):
-            kept.update((int(part[y[part].argmin()]), int(part[y[part].argmax()])))
-        order = sorted(kept)
+        buckets = max(1, points // 2)
+        size, longer = divmod(len(y), buckets)
+        kept = [np.array([0, len(y) - 1])]
+        # The first `longer` buckets have a line more than the others: two tables, each with a row per bucket.
+        for first, count, width in ((0, longer, size + 1), (longer * (size + 1), buckets - longer, size)):
+            table = y[first : first + count * width].reshape(count, width)
+            starts = first + width * np.arange(count)
+            kept += [starts + table.argmin(1), starts + table.argmax(1)]
+        order = np.unique(np.concatenate(kept))
         x, y = x[order], y[order]
     backwards = np.nonzero(np.diff(x) < 0)[0] + 1
     x, y = np.insert(x, backwards, x[backwards - 1]), np.insert(y, backwards, np.nan)

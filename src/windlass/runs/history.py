@@ -126,8 +126,8 @@ def read_history(events: Iterable[Event], column: Column) -> RunHistory:
     lines = StepTimes.read(column)
     begins = [i for i, e in enumerate(events) if isinstance(e, ProcessStart)]
     stalls = sorted(e.stall_seconds for e in events if isinstance(e, Saved) and e.stall_seconds is not None)
-    times = [[_time(event) for event in events], lines.time.tolist()]
-    jumps = [b for series in times for a, b in pairwise(series) if b < a - CLOCK_SECONDS]
+    times = (np.array([_time(event) for event in events]), lines.time)
+    jumps = [later for series in times for later in series[1:][np.diff(series) < -CLOCK_SECONDS].tolist()]
     segments: list[Segment] = []
     wall = active = useful = node_hours = None
     if begins and not jumps:

@@ -5,7 +5,7 @@ import resource
 
 import torch
 
-from windlass.errors import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, TrainError, WindlassError
+from windlass.errors import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, TrainError, WindlassError, lack_of_memory
 from windlass.runs.faults import kind_of
 from windlass.runs.folder import Run
 from windlass.units import print_bytes
@@ -52,4 +52,4 @@ def explain(error: BaseException, run: Run) -> BaseException:
             f"another worker exited while this one waited for it ({first[:160]})",
             hint=f"see {run.ranks} for that worker's error; the run continues from its last checkpoint when restarted",
         )
-    return error
+    return error if isinstance(error, WindlassError) else lack_of_memory(error) or error

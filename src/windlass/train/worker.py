@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from windlass.clusters.scheduler import job_id, place, restart_count
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import ConfigError, WindlassError, guard_imports
 from windlass.runs.folder import open_run
 from windlass.runs.lock import locked
 from windlass.runs.starts import start_name, wait_for_start
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def script() -> int:
     """`main` as a program: an error becomes one message, a hint and an exit code."""
+    guard_imports()
     try:
         return main()
     except WindlassError as error:
