@@ -54,9 +54,9 @@ def number(row: Row, key: str, *, kilo: int = 1000) -> float | None:
 
 
 def positive(row: Row, key: str, *, kilo: int = 1000) -> int | None:
-    """A count; None if blank, not an integer ("3.7" layers) or less than one."""
+    """A count; None if blank, not an integer ("3.7" layers), less than one or more than 10^15."""
     value = number(row, key, kilo=kilo)
-    return round(value) if value is not None and value >= 0.99 and abs(value - round(value)) <= 0.01 else None
+    return round(value) if value is not None and 0.99 <= value <= 1e15 and abs(value - round(value)) <= 0.01 else None
 
 
 def product(row: Row, key: str) -> int | None:

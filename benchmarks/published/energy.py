@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published.cells import Row, lower_text, number, positive, text_of
-from benchmarks.published.rows import Refusal, find_device_cached, read_run
+from benchmarks.published.rows import Refusal, find_device_cached, read_run, stated_billions
 from benchmarks.published.score import quantile
 
 from windlass.clusters.model import Device, Node
@@ -30,6 +30,20 @@ WAITING = 0.07
 FACILITY = 1.74
 """Energy of the facility over that of the devices where no PUE is stated: Ai2's factor for host, network and building (Olmo 3)."""
 ENERGY_COLUMNS = {"gpu": "energy_gpu_mwh", "node": "energy_node_mwh", "facility": "energy_total_mwh"}
+LIMITS = {
+    "params_b": (1e-3, 1e5),
+    "active_params_b": (1e-3, 1e5),
+    "seq_len": (1, 1e9),
+    "node_gpus": (1, 1024),
+    "mfu_pct": (1e-3, 100),
+    "gpu_hours": (1e-6, 1e12),
+    "pue": (1, 3),
+    "watts_per_gpu": (1, 1e4),
+    **dict.fromkeys(ENERGY_COLUMNS.values(), (1e-12, 1e9)),
+}
+"""What a run can have. A cell outside, or without a number, is a mistake: a default in its place would not be noticed."""
+POSSIBLE_WATTS = {"gpu": 1.15, "node": 4.0, "facility": 5.0}
+"""Highest mean power per device, as a multiple of its limit; the lowest is half of an idle device's."""
 NEEDED_COLUMNS = ("id", "source", "gpu", "scope", "method")
 
 
@@ -75,15 +89,15 @@ def read_runs(row: Row) -> list[EnergyRun]:
     hours, scopes = number(row, "gpu_hours"), lower_text(row, "scope") or "not stated"
     text = f"{text_of(row, 'model')} {text_of(row, 'notes')} {text_of(row, 'precision')}".lower()
     device = find_device_cached(text_of(row, "gpu"))
-    busy, reason = _busy(row, device, "fp8" if "fp8" in text else "bf16")
+    busy, unknown = _busy(row, device, "fp8" if "fp8" in text else "bf16")
     mwh = {scope: number(row, column) for scope, column in ENERGY_COLUMNS.items()}
     both = mwh["node"], mwh["gpu"]
     runs = []
     for scope in scopes.split("+"):
         energy = mwh.get(scope)
         published = energy * 1e6 / hours if energy and hours else number(row, "watts_per_gpu")
-        if scope not in ENERGY_COLUMNS:
-            reason = f"unknown scope {scope!r}"
+        reason = unknown if scope in ENERGY_COLUMNS else f"unknown scope {scope!r}"
+        reason = reason or _impossible_power(scope, published, device)
         runs.append(
             EnergyRun(
                 id=text_of(row, "id"),
@@ -106,23 +120,34 @@ def read_runs(row: Row) -> list[EnergyRun]:
 
 def _busy(row: Row, device: Device | None, precision: str) -> tuple[float | None, str | None]:
     """Share of the time in which the devices computed, from the published MFU; or the reason why it is unknown."""
-    mfu, billions, seq_len = number(row, "mfu_pct"), number(row, "params_b"), positive(row, "seq_len") or 4096
+    for key, (least, most) in LIMITS.items():
+        value = stated_billions(row) if key == "params_b" else number(row, key)
+        if text_of(row, key) and (value is None or not least <= value <= most):
+            return None, f"{key} {text_of(row, key)!r} is not a number from {least:g} to {most:g}"
+    mfu, billions, seq_len = number(row, "mfu_pct"), stated_billions(row), positive(row, "seq_len") or 4096
     if device is None or device.tdp_watts is None:
         return None, f"unknown device {text_of(row, 'gpu')!r}"
     if number(row, "active_params_b"):
         return None, "a mixture of experts: its speed without waiting is not known"
     if mfu is None:
         return None, "MFU not stated, so the time spent waiting is unknown"
-    if not 0 < mfu <= 100:
-        return None, f"an MFU of {mfu:g} % is not possible"
-    run = read_run({**row, "gpus": "1", "arch": "llama", "tp": "1", "pp": "1"})
+    run = read_run({**row, "gpus": "1", "arch": "llama", "tp": "1", "pp": "1", "seq_len": str(seq_len)})
     if not isinstance(run, Refusal):
         best = compute_mfu(run.model, device, seq_len, precision)
+    elif text_of(row, "layers") and text_of(row, "hidden"):
+        return None, run.reason
     elif billions:
         best = compute_mfu(model_spec(model_near(billions * 1e9)), device, seq_len, precision)
     else:
         best = USUAL_COMPUTE_MFU
     return min(1.0, mfu / 100 / best), None
+
+
+def _impossible_power(scope: str, watts: float | None, device: Device | None) -> str | None:
+    if watts is None or device is None or device.tdp_watts is None:
+        return None
+    least, most = (device.idle_watts or 0.0) / 2, POSSIBLE_WATTS[scope] * device.tdp_watts
+    return None if least <= watts <= most else f"{watts:,.4g} W per device are not between {least:g} and {most:g}"
 
 
 def predict_watts(run: EnergyRun, constants: PowerConstants = POWER) -> float | None:

@@ -227,7 +227,7 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
         # A blank ffn becomes 4 x width without a gate: as many weights as the usual gated block.
         "gated": False if blank else arch == "llama" if glu is None else glu,
     }
-    billions = _billions(row)
+    billions = stated_billions(row)
     if billions and billions > 0:
         sizes = _with_stated_size(sizes, billions, positive(row, "kv_heads") is None)
         sizes = _with_stated_ffn(sizes, billions) if blank else sizes
@@ -277,7 +277,7 @@ def _expert_model(row: Row, assumed: list[str]) -> ModelSpec:
         },
         flag(row, "tied") is True,
     )
-    billions = _billions(row)
+    billions = stated_billions(row)
     if billions and billions > 0:
         counted = model.params.total / 1e9
         _compare(row, "params_b", counted, billions, f"{counted:.3g}", assumed)
@@ -293,7 +293,7 @@ def _compare(row: Row, key: str, counted: float, stated: float, text: str, assum
         assumed.append(f"{key}={text}" + _not_understood(row, key))
 
 
-def _billions(row: Row) -> float | None:
+def stated_billions(row: Row) -> float | None:
     """Stated parameter count in billions; "7B" and "560M" carry their own unit."""
     value = number(row, "params_b")
     return value / 1e9 if value and value > 1e5 else value

@@ -63,7 +63,17 @@ def test_a_source_is_left_out_of_its_own_fit():
     [
         ({"gpu": "tpu-v3"}, "unknown device"),
         ({"mfu_pct": ""}, "MFU not stated"),
-        ({"mfu_pct": "140"}, "140 %"),
+        ({"mfu_pct": "140"}, "mfu_pct '140'"),
+        ({"mfu_pct": "35-40"}, "mfu_pct '35-40'"),
+        ({"gpu_hours": "-234000"}, "gpu_hours"),
+        ({"gpu_hours": "234"}, "6.239e+05 W"),  # 146 MWh in 234 device-hours: 624 kW per device
+        ({"gpu_hours": "234000000"}, "0.6239 W"),
+        ({"node_gpus": "0"}, "node_gpus"),
+        ({"pue": "0.9"}, "pue"),
+        ({"params_b": "0.0001"}, "params_b"),
+        ({"params_b": "73"}, "contradicts"),
+        ({"layers": "320"}, "contradicts"),
+        ({"layers": "1e308"}, "layers"),
         ({"active_params_b": "1.3"}, "experts"),
         ({"scope": "rack"}, "rack"),
         ({"gpu_hours": "", "watts_per_gpu": ""}, "no energy published"),

@@ -23,7 +23,7 @@ def test_kinds_by_their_tables():
             None
             if path.parent.name == "lepiszcze"  # tasks of `windlass finetune`
             else "sweep"
-            if path.parent.name == "sweeps" or path.stem in ("grid", "finetune", "lepiszcze")
+            if path.parent.name == "sweeps" or path.stem in ("grid", "finetune", "lepiszcze", "retnet_vs_llama")
             else "data"
             if path.stem.endswith("data")
             else "recipe"

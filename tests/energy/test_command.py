@@ -53,6 +53,9 @@ def test_unknown_factors_stay_unknown():
         (("--mwh", "1", "--scope", "rack"), "energy.scope-unknown", "rack"),
         (("--mwh", "1", "--scope", "facility", "--pue", "1.1"), "energy.pue-counted-twice", "1.1"),
         (("--mwh", "inf"), "energy.not-a-number", "inf"),
+        (("--mwh", "52.3", "--days", "0", "--nodes", "22"), "energy.no-time", "52.3"),
+        # GPT-NL's 34 days on 22 nodes are 17,952 node-hours.
+        (("--mwh", "1", "--days", "34", "--nodes", "22", "--node-hours", "816"), "energy.hours-contradict", "17,952"),
     ],
 )
 def test_contradictions_are_refused(argv, code, number):

@@ -21,10 +21,14 @@ from windlass.models.spec import ModelSpec
 from windlass.units import divisors, nearest
 
 ROUTED: dict[str, Any] = {"model": {"family": "qwen3_moe", "experts": {"count": 12, "top_k": 2, "ffn": 256}}}
+GPTNL: dict[str, Any] = {"model": {"width": 6656, "ffn": 17920, "heads": 52, "kv_heads": 13}}
 # recipe tables, [layout] table, JobSize, code, numbers in the message, nearest value
 INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[str, ...], str]] = [
     ({}, {"tensor": 8}, {}, "layout.tensor-not-divisible", ("8", "12", "model.heads"), "4"),
     ({"model": {"kv_heads": 2}}, {"tensor": 4}, {}, "layout.tensor-not-divisible", ("4", "2", "kv_heads"), "2"),
+    # GPT-NL's 30B: 4 divides 52 heads, and 13 divides 52 and 13, but only 1 divides all of 52, 13 and 17,920.
+    (GPTNL, {"tensor": 8}, {}, "layout.tensor-not-divisible", ("8", "52", "model.heads"), "1"),
+    (GPTNL, {"tensor": 13}, {}, "layout.tensor-not-divisible", ("13", "17,920", "model.ffn"), "1"),
     ({"model": {"ffn": 2050}}, {"tensor": 4}, {}, "layout.tensor-not-divisible", ("4", "2,050", "ffn"), "2"),
     ({}, {"pipeline": 16}, {"devices": 16}, "layout.too-many-stages", ("12", "16"), "12"),
     (

@@ -102,6 +102,14 @@ def test_shapes_come_near_their_size(size):
     assert 40 <= model.width / model.layers <= 190
 
 
+@pytest.mark.parametrize("size", [1e6, 19e6, 1e15])
+def test_a_size_without_a_shape_is_refused(size):
+    with pytest.raises(ConfigError) as error:
+        budget(Budget(cluster=load_cluster("snellius-h100"), nodes=1, days=1.0), [size])
+    assert error.value.code == "planner.size-out-of-range" and f"{size:,.0f}" in error.value.message
+    assert model_near(20e6).layers >= 4 and model_near(10e12).width == 16384
+
+
 def test_json_has_the_curve_data_laws_and_caveats():
     value = budget_json(ask(days=34.0, unique_tokens=450e9))
     assert value["devices"] == 88 and len(value["sizes"]) == 6

@@ -6,7 +6,10 @@ import pytest
 
 from windlass.errors import ConfigError, PlanError
 from windlass.planner import plan
-from windlass.planner.changes import adjust_batch, nothing_fits, small_changes, ways_to_fit
+from windlass.planner.changes import adjust_batch, nothing_fits, recommended, small_changes, ways_to_fit
+from windlass.planner.page import plan_page
+from windlass.planner.record import plans_json
+from windlass.planner.search import most_replicas
 from windlass.units import GIB
 
 
@@ -35,17 +38,43 @@ def test_all_22_nodes_of_gptnl_are_planned(recipe_of, cluster_of, name):
         assert best.layout.pipeline == 1 and best.layout.data == 88
 
 
-def test_an_awkward_batch_shows_what_the_nearest_one_gains(recipe_of, cluster_of):
-    # 512 sequences on 88 devices: only a pipeline of 11 leaves replicas that divide them.
-    recipe = recipe_of("gptnl_1b_snellius", "data.batch_tokens=2Mi")
-    found = plan(recipe, cluster_of("snellius-h100"), nodes=22)
-    assert found.best.layout.pipeline % 11 == 0
-    changes = gains(found)
-    batch = changes["data.batch_tokens", 528 * 4096]
-    assert batch.plan.layout.pipeline == 1 and batch.gain > 0.3
-    faster = batch.plan.step.tokens_per_second_per_device / found.best.step.tokens_per_second_per_device
-    assert batch.gain == pytest.approx(faster - 1)
-    assert changes["nodes", 16].gain == pytest.approx(0.08, abs=0.06)  # 16 of the 22 nodes are faster than all
+# 88 = 8 x 11 devices share only the 8 with 512, 640 and 1,024 sequences, so each of 8 replicas has 11 devices.
+AWKWARD = {
+    "gptnl_1b_snellius": ("2Mi", 512, 528, 0.46),
+    "gptnl_8b_snellius": ("5Mi", 640, 660, 0.34),
+    "gptnl_30b_snellius": ("4Mi", 1024, 1056, 0.09),
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_another_batch_is_recommended_where_a_count_forces_a_pipeline_of_11(recipe_of, cluster_of, name):
+    batch, sequences, proposed, gain = AWKWARD[name]
+    plans = plan(recipe_of(name, f"data.batch_tokens={batch}"), cluster_of("snellius-h100"), nodes=22)
+    assert most_replicas(plans.task) == 8 and all(p.layout.pipeline % 11 == 0 for p in plans.plans)
+    reason = plans.best.reason
+    assert f"{sequences:,} sequences" in reason and "8 replicas of 11 devices" in reason
+    assert "fastest of" not in reason and "preferred of" not in reason
+    change = recommended(small_changes(plans))
+    assert change.values == {"data.batch_tokens": proposed * plans.task.seq_len}
+    assert change.plan.layout.pipeline <= 4 and change.gain == pytest.approx(gain, abs=0.03)
+    faster = change.plan.step.tokens_per_second_per_device / plans.best.step.tokens_per_second_per_device
+    assert change.gain == pytest.approx(faster - 1)
+    assert plans_json(plans, [change])["recommended"]["gain"] == change.gain
+    advice = change.advise(plans.best.batch_tokens)
+    assert f"{proposed / sequences - 1:+.1%}" in advice and advice in plan_page(plans, changes=[change])
+
+
+def test_fewer_nodes_are_a_change_and_not_the_recommendation(recipe_of, cluster_of):
+    plans = plan(recipe_of("gptnl_1b_snellius", "data.batch_tokens=2Mi"), cluster_of("snellius-h100"), nodes=22)
+    change = gains(plans)["nodes", 16]  # 16 of the 22 nodes are faster than all
+    assert change.gain == pytest.approx(0.08, abs=0.06) and recommended([change]) is None
+
+
+@pytest.mark.parametrize(("nodes", "sequences"), [(4, 512), (22, 528), (22, 44)])
+def test_a_batch_that_divides_or_is_small_is_not_called_awkward(recipe_of, cluster_of, nodes, sequences):
+    recipe = recipe_of("gptnl_1b_snellius", f"data.batch_tokens={sequences * 4096}")
+    plans = plan(recipe, cluster_of("snellius-h100"), nodes=nodes)
+    assert recommended(small_changes(plans)) is None and "first of" not in plans.best.reason
 
 
 def test_adjust_takes_the_nearest_batch_and_says_so(recipe_of, cluster_of):

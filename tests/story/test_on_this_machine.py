@@ -1,12 +1,17 @@
 """Every "on this machine" block of the stories' pages runs, in order. `make test` takes two of them, `make test-all` the rest."""
 
 import json
+import os
 import re
 
 import pytest
 
 from windlass.config import load_recipe
+from windlass.config.sweep import load_sweep
 from windlass.files import read_json_lines
+from windlass.launch.sweep.points import make_points
+from windlass.models.presets import model_spec
+from windlass.units import print_bytes
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500), pytest.mark.xdist_group("stories")]
 
@@ -107,6 +112,31 @@ def test_hackathon_matrix_and_retnet(place):
     assert [(r["devices"], r["outcome"]) for r in rows] == [(1, "ok"), (2, "ok")]
     assert rows[0]["accuracy"] == pytest.approx(rows[1]["accuracy"], abs=0.1), "more processes change the speed only"
     assert rows[0]["accuracy"] > 1.5 / 6, "better than guessing among six languages"
+
+
+@pytest.mark.parametrize("file", ["small", "sweeps"])
+def test_the_llama_beside_the_retnet_has_its_size(file, stories):
+    points = make_points(load_sweep(stories.TOP / "recipes" / file / "retnet_vs_llama.toml"))
+    retnet, llama = (model_spec(point.recipe.model).params.total for point in points)
+    assert llama == pytest.approx(retnet, rel=0.005)
+
+
+def test_one_sweep_compares_a_retnet_with_a_llama_of_its_size(place, stories):
+    folder, _ = place
+    env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "140"}
+    printed = {c: stories.run(c, folder, env) for c in stories.commands(stories.GUIDES / "retnet-vs-llama.md")}
+    rows = json.loads((folder / "runs" / "retnet-vs-llama-small" / "results.json").read_text())["rows"]
+    assert {row["point"]: row["outcome"] for row in rows} == {"retnet": "ok", "llama": "ok"}
+    assert all(
+        row["loss"] < 5.5 and row["tokens_per_second"] and row["memory_bytes"] for row in rows
+    )  # log(1024) = 6.9
+    compared = said(printed, "windlass compare")
+    assert all(f"{row['loss']:.4g}" in compared for row in rows)
+    prompts = [int(n) for n in re.findall(r"after a prompt of (\d+)", "".join(printed.values()))]
+    assert prompts[0] == prompts[1] > 0
+    # 2 layers x 2 heads x 48 x 96 numbers, whatever the length; keys and values of every position but the last token's.
+    assert f"state {print_bytes(2 * 2 * 48 * 96 * 4)} " in said(printed, "points/retnet --prompt")
+    assert f"state {print_bytes((prompts[1] + 39) * 2 * 2 * 96 * 4)} " in said(printed, "points/llama --prompt")
 
 
 @pytest.mark.slow

@@ -175,6 +175,17 @@ def show_known_energy(
     numbers = {"--mwh": mwh, "--days": days, "--node-hours": node_hours, **factors}
     if bad := [f"{name} {value}" for name, value in numbers.items() if value is not None and not math.isfinite(value)]:
         raise ConfigError("energy.not-a-number", f"{bad[0]} is not an amount", hint="give a number of 0 or more")
+    if mwh and 0 in (days, node_hours):
+        raise ConfigError(
+            "energy.no-time", f"{mwh:g} MWh in no time", hint="give --days or --node-hours above 0, or omit it"
+        )
+    counted = None if days is None or nodes is None else days * 24 * nodes
+    if counted and node_hours and not math.isclose(counted, node_hours, rel_tol=0.01):
+        raise ConfigError(
+            "energy.hours-contradict",
+            f"--node-hours {node_hours:,g} contradict {days:g} days on {nodes} nodes, which are {counted:,g}",
+            hint="give two of --days, --nodes and --node-hours",
+        )
     if scope not in SCOPES:
         raise ConfigError("energy.scope-unknown", f"--scope {scope} is not a scope", hint=f"one of {', '.join(SCOPES)}")
     if scope == "facility":
@@ -186,9 +197,9 @@ def show_known_energy(
             )
         factors = factors | {"pue": 1.0}
     result = carbon(mwh * 1e3 * JOULES_PER_KWH, load_cluster(cluster) if cluster else None, None, factors)
-    if node_hours is None and days is not None and nodes is not None:
-        node_hours = days * 24 * nodes
-    elif node_hours is not None and nodes is not None and days is None:
+    if node_hours is None:
+        node_hours = counted
+    elif nodes is not None and days is None:
         days = node_hours / nodes / 24
     watts = mwh * 1e6 / node_hours if node_hours else None
     tonnes = {"tco2e": result.location_kg, "tco2e_without_pue": result.location_it_only_kg}

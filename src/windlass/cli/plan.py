@@ -77,13 +77,13 @@ def plan(
             loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
         )
     explanation = None if why is None else explain.explain_layout(plans, why)
+    with working("pricing small changes of the recipe", quiet=as_json):
+        other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
     if html is not None and plans.plans:
         with working("planning other numbers of nodes for the page", quiet=as_json):
             counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
             strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
-            save_page(html, page.plan_page(plans, strong, weak))
-    with working("pricing small changes of the recipe", quiet=as_json):
-        other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
+            save_page(html, page.plan_page(plans, strong, weak, other))
     document = {**record.plans_json(plans, other), "adjusted": adjusted}
     if explanation:
         document["why"] = record.explanation_json(explanation, plans.task)
@@ -97,7 +97,9 @@ def plan(
 
 
 def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
-    """The ranked layouts, the reason for each rank, what small changes would gain, and the footnotes."""
+    """The recommended change, the ranked layouts, the reason for each rank, what small changes would gain, and the
+    footnotes."""
+    from windlass.planner.changes import recommended
     from windlass.planner.page import carbon, mfu_text, training_time
 
     task, best = plans.task, plans.best
@@ -130,8 +132,10 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     )
     ranking = table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), drop=("CO2e", "energy", "batch"))
     reasons = [f"{p.rank:>2}. {p.reason}" for p in plans.plans]
-    small = [Text(f"A small change gains: {change.describe()}", style="yellow") for change in gains]
-    return [*rejected, ranking, *reasons, "", *small, *_footnotes(plans)]
+    first = recommended(gains)
+    advice = [] if first is None else [Text(first.advise(best.batch_tokens), style="bold yellow")]
+    small = [Text(f"A small change gains: {c.describe()}", style="yellow") for c in gains if c is not first]
+    return [*rejected, *advice, ranking, *reasons, "", *small, *_footnotes(plans)]
 
 
 def _footnotes(plans: Plans) -> list[str]:
@@ -147,7 +151,7 @@ def _footnotes(plans: Plans) -> list[str]:
         source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
         same_device = source is None or source.status in ("documented", "measured")
         achievable = (
-            f"; the best is {best.mfu_of_achievable:.0%} of the best matrix rate measured on "
+            f"; the first is {best.mfu_of_achievable:.0%} of the best matrix rate measured on "
             f"{'such a device' if same_device else 'a device of its kind'}"
         )
     units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
@@ -161,7 +165,7 @@ def _footnotes(plans: Plans) -> list[str]:
         search.RANKING,
         f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
-        f"The best takes {amount(best.node_hours)} node-hours{units}{used}. "
+        f"The first takes {amount(best.node_hours)} node-hours{units}{used}. "
         f"Energy is at the meter (PUE {best.energy.pue:g}); "
         f"CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",

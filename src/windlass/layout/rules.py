@@ -98,7 +98,8 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
             yield Violation("layout.no-experts", f"layout.expert ({degree}): the model has no experts to divide", "1")
         for name, value in sizes or ():
             if value % degree:
-                valid = [d for d in divisors(value) if axis != "tensor" or size.devices_per_node % d == 0]
+                common = math.gcd(*(other for _, other in sizes or ()))
+                valid = [d for d in divisors(common) if axis != "tensor" or size.devices_per_node % d == 0]
                 yield Violation(
                     f"layout.{axis}-not-divisible",
                     f"layout.{axis} ({degree}) does not divide {name} ({value:,})",

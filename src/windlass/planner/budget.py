@@ -17,6 +17,8 @@ from windlass.planner.task import check_nodes
 
 MODEL_SIZES = (1e9, 2e9, 7e9, 13e9, 30e9, 70e9)
 TOKENS = (100e9, 200e9, 450e9, 900e9, 1.8e12, 3e12, 6e12, 15e12)
+# Parameters for which `model_near` has a shape: with fewer, the embeddings leave nothing for layers.
+SHAPED_SIZES = (20e6, 10e12)
 DAY = 86_400.0
 
 
@@ -212,6 +214,13 @@ def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Mo
 
     The number of heads is a multiple of `heads_multiple`, so that tensor parallelism can divide it.
     """
+    smallest, largest = SHAPED_SIZES
+    if not smallest <= size <= largest:
+        raise ConfigError(
+            "planner.size-out-of-range",
+            f"a shape is proposed for models of {size_text(smallest)} to {size_text(largest)} parameters, not of {size:,.0f}",
+            hint="for another size write a recipe with its layers and width",
+        )
     if size < 2e9:
         vocab = 32_000
     shapes: list[tuple[float, dict[str, int]]] = []

@@ -57,6 +57,13 @@ class RecipeChange:
             f"{p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB"
         )
 
+    def advise(self, batch_tokens: int) -> str:
+        """Of another batch than `batch_tokens`."""
+        return (
+            f"Recommended: --adjust ({self.plan.batch_tokens / batch_tokens - 1:+.1%} tokens per step). "
+            f"{self.describe()}. The layouts below keep the batch as it is."
+        )
+
 
 def _work_rate(p: Plan, task: PlanTask) -> float:
     return p.step.tokens_per_second_per_device * task.devices * flops_per_token(task.model, task.seq_len)
@@ -112,6 +119,13 @@ def small_changes(plans: Plans) -> list[RecipeChange]:
     if before is not None and before.layout.offload != "none":
         changes.append(_price(task, before, {"optim.moments": "bf16"}))
     return [change for change in changes if change is not None and change.pays]
+
+
+def recommended(changes: Iterable[RecipeChange]) -> RecipeChange | None:
+    """Of `small_changes`, the one to make before a layout is chosen: another batch. It changes neither the model nor
+    the devices, and without it a count, not the model, decides how the model is divided (512 sequences on 88 devices:
+    a pipeline of 11)."""
+    return next((change for change in changes if "data.batch_tokens" in change.values), None)
 
 
 def better_batch(task: PlanTask, before: Plan | None) -> RecipeChange | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
+from windlass.planner.changes import RecipeChange, recommended
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import RANKING, Plan, Plans, Rejected
@@ -13,7 +14,12 @@ from windlass.units import GIB, print_seconds, print_tokens
 SHOWN = 8
 
 
-def plan_page(plans: Plans, strong: Sequence[ScalingPoint] = (), weak: Sequence[ScalingPoint] = ()) -> str:
+def plan_page(
+    plans: Plans,
+    strong: Sequence[ScalingPoint] = (),
+    weak: Sequence[ScalingPoint] = (),
+    changes: Sequence[RecipeChange] = (),
+) -> str:
     """A self-contained HTML page; it has a scaling section if points are given."""
     task = plans.task
     shown = plans.plans[:SHOWN]
@@ -26,8 +32,10 @@ def plan_page(plans: Plans, strong: Sequence[ScalingPoint] = (), weak: Sequence[
     steps = stacked(
         "Seconds of one optimizer step by cause", _labels(shown), step_terms, "seconds", caption=step_caption
     )
+    first = recommended(changes)
+    advice = [] if first is None else [Note(first.advise(plans.best.batch_tokens), "warning")]
     sections = [
-        Section("The best layout", _best(plans)),
+        Section("The best layout", [*advice, *_best(plans)]),
         Section("What fills the memory", _memory(plans)),
         Section("Ranking", [_ranking(plans)]),
         Section("Where the time of a step goes", [steps]),

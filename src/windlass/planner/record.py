@@ -1,10 +1,10 @@
 """JSON of `windlass plan --json` and of a run's plan.json."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from windlass.files import write_json
-from windlass.planner.changes import RecipeChange
+from windlass.planner.changes import RecipeChange, recommended
 from windlass.planner.explain import LayoutExplanation
 from windlass.planner.measured import tokens_beyond
 from windlass.planner.search import Plan, Plans, Rejected
@@ -103,9 +103,11 @@ def change_json(change: RecipeChange) -> dict[str, Any]:
     }
 
 
-def plans_json(plans: Plans, changes: Iterable[RecipeChange] = ()) -> dict[str, Any]:
+def plans_json(plans: Plans, changes: Sequence[RecipeChange] = ()) -> dict[str, Any]:
+    first = recommended(changes)
     return {
         **_header(plans.task),
+        "recommended": None if first is None else change_json(first),
         "plans": [plan_json(p, plans.task) for p in plans.plans],
         "rejected": [rejected_json(r) for r in plans.rejected],
         "considered": plans.considered,

@@ -169,7 +169,7 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
             rejected.append(_too_big(mine))
         else:
             ranked = [*(p for p in fitting if p.candidate != own), mine]
-    explained = _explain(rank(ranked), len(fitting))
+    explained = _explain(task, rank(ranked), len(fitting))
     too_big = sorted((p for p in estimated if not p.fits), key=lambda p: p.memory.needed)
     rejected += [_too_big(p) for p in too_big[:KEPT_REJECTIONS]]
     rejected += [Rejected(candidate=c, reason=str(violation)) for c, violation in ruled_out(task)]
@@ -270,7 +270,7 @@ def _too_big(p: Plan) -> Rejected:
     return Rejected(candidate=p.candidate, reason=reason, memory_gib=needed, from_recipe=p.from_recipe)
 
 
-def _explain(ranked: Sequence[Plan], fitting: int) -> list[Plan]:
+def _explain(task: PlanTask, ranked: Sequence[Plan], fitting: int) -> list[Plan]:
     """The preferred plan, then the best of each other family and the recipe's own layout by time, with reasons."""
     if not ranked:
         return []
@@ -285,7 +285,7 @@ def _explain(ranked: Sequence[Plan], fitting: int) -> list[Plan]:
             p = compare_with_first(p, first, lowest)
             reason = f"{p.reason}; {_fit_text(p)}"
         else:
-            reason = _first_reason(p, fastest, _ranked_by(fastest, first, lowest), fitting)
+            reason = _first_reason(task, p, fastest, _ranked_by(fastest, first, lowest), fitting)
         own = "the recipe's layout; " if p.from_recipe else ""
         explained.append(replace(p, rank=number, reason=own + reason))
     return explained
@@ -313,28 +313,45 @@ def _fit_text(p: Plan) -> str:
     return text
 
 
-def _first_reason(p: Plan, fastest: Plan, preferred_by: str, fitting: int) -> str:
+def most_replicas(task: PlanTask) -> int:
+    """Replicas that divide both the devices and every batch of the run."""
+    batches = [] if task.size.sequences is None else [task.size.sequences, *task.size.smaller]
+    return math.gcd(task.devices, *batches)
+
+
+def _first_reason(task: PlanTask, p: Plan, fastest: Plan, preferred_by: str, fitting: int) -> str:
     """`fastest of 214 that fit: 62% of a step is matrix products`, or which layout is faster and why it is not
-    first."""
+    first. Where an awkward batch limits the replicas, no layout is called fastest or preferred: with another batch
+    others may be better."""
     total, terms = p.step.seconds, p.step.terms
     largest = max(terms, key=terms.__getitem__)
     spent = f"{terms[largest] / total:.0%} of a step is {largest}"
     spent += f", {p.step.exposed_communication / total:.0%} waiting for other devices"
     spent += f", {p.step.bubble / total:.0%} pipeline bubble" if p.step.bubble else ""
-    if p.days <= fastest.days:
-        return f"fastest of {fitting:,} that fit: {spent}; {_fit_text(p)}"
+    is_fastest, replicas, sequences = p.days <= fastest.days, most_replicas(task), task.size.sequences
+    title = f"{'fastest' if is_fastest else 'preferred'} of {fitting:,} that fit"
+    if sequences is not None and replicas < min(task.devices, sequences):
+        title = f"first of {fitting:,} that fit with this batch, whose {sequences:,} sequences divide over at most "
+        title += f"{replicas:,} replica{'s' * (replicas > 1)} of {task.devices // replicas:,} devices"
+    reason = f"{title}: {spent}; {_fit_text(p)}"
+    if is_fastest:
+        return reason
     faster = f"{1 - fastest.days / p.days:.1%} faster, but has {_drawback(fastest, p, preferred_by)}"
-    return f"preferred of {fitting:,} that fit: {spent}; {_fit_text(p)}; {fastest.candidate.describe()} is {faster}"
+    return f"{reason}; {fastest.candidate.describe()} is {faster}"
 
 
-def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
+def _differences(p: Plan, first: Plan) -> dict[str, str]:
     mine, other = p.layout, first.layout
-    texts = {
+    return {
         "replicas": f"{mine.data:,} replicas instead of {other.data:,}",
         "accumulation": f"{mine.accumulation} micro-batches in a row instead of {other.accumulation}",
         "mechanisms": f"more mechanisms ({_mechanisms(p)} instead of {_mechanisms(first)})",
         "memory": f"{(p.memory.needed - first.memory.needed) / GIB:+.1f} GiB of memory",
     }
+
+
+def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
+    texts = _differences(p, first)
     tight = f"tight memory (counts as {TIGHT_PENALTY - 1:.0%} slower)"
     parts = [tight] if p.memory_share > TIGHT >= first.memory_share else []
     return " and ".join([*parts, *([texts[ranked_by]] if ranked_by in texts else [])])
@@ -349,7 +366,8 @@ def _below_reason(p: Plan, first: Plan) -> str:
     extra = own_seconds - first_seconds
     causes = [f"{extra:{'+,.0f' if extra >= 10 else '+.2g'}} s/step in {name}"] if extra > 0 else []
     if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
-        causes.append(f"{_drawback(p, first, 'replicas')}, so {_drawback(p, first, 'accumulation')}")
+        texts = _differences(p, first)
+        causes.append(f"{texts['replicas']}, so {texts['accumulation']}")
     return (f"{p.slower:.1%} slower" if p.slower > EQUAL else "as fast") + (f": {', '.join(causes)}" if causes else "")
 
 
