@@ -92,10 +92,11 @@ def dispatch_of(row: Row) -> str | None:
     return next((name for name, mark in marks.items() if re.search(mark, text)), None)
 
 
-def is_balanced(row: Row) -> bool:
-    """Routing is forced to be even, or what exceeds an expert's capacity is dropped."""
+def is_balanced(row: Row) -> bool | None:
+    """Routing is forced to be even, or what exceeds an expert's capacity is dropped; None: not stated."""
     capacity = lower_text(row, "capacity")
-    return flag(row, "force_balance") is True or bool(capacity and "dropless" not in capacity and capacity not in NO)
+    drops = bool(capacity and "dropless" not in capacity and capacity not in NO)
+    return True if drops else flag(row, "force_balance")
 
 
 def recomputed_modules(row: Row) -> tuple[str, ...]:

@@ -116,7 +116,8 @@ def _read_run(row: Row) -> PublishedRun:
     interconnect = text_of(row, "interconnect")
     links = links_of(device, interconnect, per_node)
     rack = RACK.search(interconnect.lower())
-    linked = int(rack.group(1)) if rack else None
+    # "NVLink/NVL72" also stands beside parts in servers; only Grace modules are built into such racks.
+    linked = int(rack.group(1)) if rack and device is not None and device.name.startswith("g") else None
     machine = None if device is None else Machine(device, links, per_node, linked_devices=linked)
     return PublishedRun(model, step, layout, machine, capacity, tuple(assumed), parts)
 
@@ -357,11 +358,15 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
     kernel, expert_layers = _kernel(flash_text), (positive(row, "experts") or 0) >= 2
     compiled = compile_stated or kernel == "te"
     dispatch, layers_again = dispatch_of(row) or "alltoall", recomputed_layers(row)
+    balanced = is_balanced(row)
     if expert_layers:
         kernel = "flash" if kernel == "flash1" else kernel  # grouped products are younger than flash attention 2
         compiled = compiled or "distributed" in optimizer  # Megatron Core's experts need its fused kernels
-        if dispatch_of(row) is None and (positive(row, "ep") or 1) > 1:
-            assumed.append(f"dispatcher={dispatch}" + _not_understood(row, "dispatcher"))
+        if (positive(row, "ep") or 1) > 1:
+            if dispatch_of(row) is None:
+                assumed.append(f"dispatcher={dispatch}" + _not_understood(row, "dispatcher"))
+            if balanced is None:  # tables of speed are mostly measured with even routing, and seldom say so
+                assumed.append("force_balance=1" + _not_understood(row, "force_balance"))
     if layers_again is not None and recompute == "selective":
         recompute = "budget"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
@@ -400,7 +405,7 @@ def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
         recompute_budget=1.0 - (layers_again or 0.5),
         dispatch=dispatch,
         recomputed=recomputed_modules(row) if recompute == "selective" else (),
-        balanced=is_balanced(row),
+        balanced=balanced is not False,
         engine="torch" if sharded or native else "megatron" if megatron else "deepspeed",
     )
     # Megatron got sequence parallelism in 2022, together with selective recompute and before flash attention: a row with

@@ -122,7 +122,7 @@ def test_an_unknown_device_gives_none_rather_than_a_guess(reported):
 @pytest.mark.parametrize(
     ("words", "name"),
     [("H100-80GB", "h100-80"), ("8xA100 (SXM4, 40G)", "a100-40"), ("A100", "a100-80"), ("H100 SXM5 80 GiB", "h100-80"), ("H100-96GB-500W", "h100-96"),
-     ("MI250-GCD-64GB", "mi250x-gcd"), ("GB200-184GB", "gb200"), ("V100-16GB", "v100-16"), ("RTX4090", "rtx4090"), ("NVIDIA H100 NVL", "h100-nvl"),
+     ("MI250-GCD-64GB", "mi250x-gcd"), ("GB200-184GB", "gb200"), ("GB300", "gb300"), ("B300", "b300"), ("V100-16GB", "v100-16"), ("RTX4090", "rtx4090"), ("NVIDIA H100 NVL", "h100-nvl"),
      ("NVIDIA A100-SXM-64GB", "a100-64"), ("a100-40", "a100-40"), ("A100-40", "a100-40"), ("h100-nvl", "h100-nvl"), ("H100-SXM5-64", "h100-64"), ("H100 x 64", "h100-80"),
      ("A100-80GB-PCIe", "a100-pcie-80"), ("A100-PCIE-40GB", "a100-pcie-40"), ("MI250X (1 GCD)", "mi250x-gcd")],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from windlass.convert.config_json import match_format
 from windlass.convert.export import export
 from windlass.convert.imports import import_model
 from windlass.convert.weights import open_weights
@@ -18,6 +19,7 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError
 from windlass.evaluate.generate import Sampling, generate
 from windlass.evaluate.open_model import open_model
+from windlass.models.hf_parts import read_layer_types
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
@@ -191,6 +193,15 @@ def test_config_that_does_not_fit(
         import_model(llama_folder, llama_folder.parent / "run")
     assert error.value.code == code and all(number in error.value.message for number in numbers)
     assert not (llama_folder.parent / "run").exists()
+
+
+def test_kinds_of_layers_that_our_modules_do_not_have() -> None:
+    """Such a layer is never read as full attention: transformers builds the model, or the pattern is refused."""
+    kinds = ["full_attention", "linear_attention"]
+    _, reasons = match_format({"model_type": "qwen3", "layer_types": kinds})
+    assert len(reasons) == 1 and "linear_attention" in reasons[0]
+    assert match_format({"model_type": "qwen3", "layer_types": ["full_attention"] * 2})[1] == []
+    assert read_layer_types({"layer_types": [*kinds, "sliding_attention"], "sliding_window": 8})["pattern"] == "F?W"
 
 
 def test_a_model_that_sees_later_tokens_is_refused(

@@ -174,6 +174,58 @@ def test_a_calibrated_machine_replaces_the_constants(llama_8b: ModelSpec, h100: 
     assert run(llama_8b, h100, links, efficiency=Efficiency()).seconds == run(llama_8b, h100, links).seconds
 
 
+def test_traffic_of_a_step_hides_behind_one_micro_batch(llama_8b: ModelSpec, h100: Device) -> None:
+    """8.03 billion parameters over a network of 8 GB/s a node: 32 GB of fp32 gradients and 16 GB of weights, each
+    63/64 of them, at 0.8 of the rate; half of what a node's own links would need, and 0.3 of the other seconds, are
+    paid in any case."""
+    slow = Links(intra_gbs=450, inter_gbs_per_node=8, intra_latency_us=1e-6, inter_latency_us=1e-6)
+    size = llama_8b.params.stored * (4 + 2)
+    seconds, local = size * 63 / 64 / 6.4e9, size / (450e9 * 0.8 * 0.84)
+    taken = 0.5 * (local + 0.3 * (seconds - local))
+    for accumulation, chunks, behind in ((1, 1, 1.0), (16, 1, 1 / 16)):
+        layout = sharded(64, "zero1", accumulation=accumulation, chunks=chunks)
+        terms = run(llama_8b, h100, slow, layout, engine="megatron").terms
+        outside = ("data-parallel traffic", "stragglers", "fixed")
+        compute = sum(value for name, value in terms.items() if name not in outside)
+        assert terms["data-parallel traffic"] == pytest.approx(
+            taken + max(0.0, seconds - taken - 0.95 * compute * behind), rel=1e-3
+        )
+    # Interleaved stages of a pipeline of 8 hide it behind 8 micro-batches.
+    plain = Layout(data=64, pipeline=8, shard="zero1", shard_size=64, accumulation=32)
+    split = replace(plain, chunks=4, schedule="interleaved")
+    waits = [run(llama_8b, h100, slow, x, engine="megatron").terms["data-parallel traffic"] for x in (plain, split)]
+    assert waits[1] < 0.7 * waits[0]
+
+
+def test_larger_reductions_on_more_ranks(llama_8b: ModelSpec, h100: Device) -> None:
+    """Megatron reduces a million values for each rank at least, so that the latency of a ring stays in bounds."""
+    far = Links(intra_gbs=450, inter_gbs_per_node=4000, intra_latency_us=1e-6, inter_latency_us=80)
+
+    def seconds(ranks: int, engine: str) -> float:
+        layout = sharded(ranks, "zero1", accumulation=10_000)
+        return run(llama_8b, h100, far, layout, engine=engine, gradient_precision="fp32").terms["data-parallel traffic"]
+
+    assert seconds(1024, "megatron") < 0.3 * seconds(1024, "torch")
+    assert seconds(16, "megatron") == pytest.approx(seconds(16, "torch"), rel=0.02)
+
+
+def test_a_rack_of_linked_devices_gathers_inside(llama_8b: ModelSpec) -> None:
+    gb200, links = find_device("GB200"), Links(intra_gbs=900, inter_gbs_per_node=50)
+    assert gb200 is not None
+    spec = StepSpec(seq_len=8192, engine="torch", sync=gradient_sync(FULL))
+    nodes, rack = Machine(gb200, links, 4), Machine(gb200, links, 4, linked_devices=72)
+    apart, joined = (estimate_step(llama_8b, spec, FULL, m).terms["data-parallel traffic"] for m in (nodes, rack))
+    assert joined < 0.5 * apart
+
+
+def test_power_limits_blackwell(h100: Device) -> None:
+    """The same peak at 1,200 and 1,400 W; 1.37 products per watt relative to Hopper."""
+    weak, strong = find_device("GB200"), find_device("GB300")
+    assert weak is not None and strong is not None and weak.bf16_tflops == strong.bf16_tflops == 2500
+    assert sustained_tflops(weak) == pytest.approx(1200 * 1.37 * DEFAULTS.tflops_per_watt)
+    assert sustained_tflops(strong) / sustained_tflops(weak) == pytest.approx(1400 / 1200, rel=0.02)
+
+
 def test_power_limits_hopper(h100: Device) -> None:
     weak = h100.model_copy(update={"tdp_watts": 500.0})
     assert sustained_tflops(weak) == pytest.approx(500 * DEFAULTS.tflops_per_watt)

@@ -33,6 +33,7 @@ REFUSED = {
 WITHOUT_TIME = ({"gpu": "XPU-96GB"}, "XPU")
 NOTED = {
     "dispatcher": ({**EXPERTS, "ep": "8"}, "dispatcher=alltoall"),
+    "routing": ({**EXPERTS, "ep": "8"}, "force_balance=1"),
     "size of an expert": (EXPERTS, "expert_ffn=14336"),
     "label": ({"params_b": "12"}, "params_b=8.03 (not '12')"),
     "a dense family": ({"arch": "mistral"}, "arch=llama (not 'mistral')"),

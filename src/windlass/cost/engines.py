@@ -38,6 +38,8 @@ class EngineProfile:
     eager_experts: bool = False
     # Gradients of unsharded layouts are reduced while the backward pass runs.
     overlaps_reduction: bool = True
+    # Values that a reduction holds at least, for each data-parallel rank: more ranks, fewer and larger reductions.
+    bucket_values_per_rank: float = 0.0
     # Share of the exchange of experts' rows between nodes that interleaved pipelines leave exposed: the passes of two
     # micro-batches can run side by side. Not fitted.
     exposed_exchange: float = 1.0
@@ -76,6 +78,7 @@ ENGINE_PROFILES = {
         fp32_weights=False,
         gradient_precision="fp32",
         plain_loss_bytes_unfused=14.0,
+        bucket_values_per_rank=1e6,  # of at least 40 million
         exposed_exchange=0.5,
         shards=("none", "zero1"),
         divides_layers=True,

@@ -68,12 +68,12 @@ class Constants:
     # Share of the 8-bit rate that remains when casts and scales are paid.
     fp8: float = 0.75
     # `edge` of experts' products in other engines: many small ones, of unequal sizes.
-    expert_edge: float = 575.0
+    expert_edge: float = 500.0
     # Share of a link that exchanges of experts' rows reach in other engines, relative to large collectives; kernels
     # made for it (DeepEP, HybridEP) reach all of it.
     exchange: float = 0.5
     # Rows of a layer's fullest expert-parallel rank relative to the mean, where routing is not forced to be even.
-    imbalance: float = 1.3
+    imbalance: float = 1.35
     # Kernels in a layer with experts beside those of any layer, in other engines.
     expert_kernels: float = 160.0
     # `edge` in our own engine, whose products are those of current libraries on Hopper.
@@ -230,6 +230,9 @@ class _Rates:
 # %) agree. A burst of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250
 # needs about 130: there the estimate is a fifth too slow.
 AMD_BURST = 0.6
+# Products per watt relative to Hopper. GB300 (1,400 W) trains a fifth faster than GB200 (1,200 W) with the same peak
+# and bandwidth; 1.37 fits the published runs of dense models on B200, GB200 and GB300.
+PER_WATT = {"hopper": 1.0, "blackwell": 1.37}
 
 
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
@@ -245,8 +248,8 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
     if precision == "fp32":
         return (device.fp32_tflops or peak / 16) * c.matmul
     rate = c.matmul * peak
-    if device.tdp_watts is not None and device.generation == "hopper":  # other parts have not shown a power limit
-        rate = min(rate, c.tflops_per_watt * device.tdp_watts)
+    if device.tdp_watts is not None and device.generation in PER_WATT:  # other parts have not shown a power limit
+        rate = min(rate, c.tflops_per_watt * PER_WATT[device.generation] * device.tdp_watts)
     burst = device.matmul_tflops or (AMD_BURST * peak if device.vendor == "amd" else None)
     if burst is not None and c.tflops_per_watt != math.inf:
         rate = min(rate, 0.9 * burst)  # a model holds less than the best burst that was measured
@@ -329,7 +332,7 @@ def _micro_batch(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, to
     launches = terms.pop("kernel launches")
     if layout.pipeline > 1:
         size = tokens * model.width * step.bytes_per_value / layout.sequence_split
-        rate = r.inter if layout.devices > r.per_node else r.intra
+        rate = r.inter if layout.devices > r.linked else r.intra
         terms["pipeline traffic"] = 2.0 * layout.chunks * (size / rate + r.inter_latency) * 0.5
     terms["kernel launches"] = max(0.0, launches - sum(terms.values()))  # those that the device has to wait for
     return {name: value for name, value in terms.items() if value}
@@ -428,7 +431,7 @@ def _ring_seconds(
     if ranks <= 1:
         return 0.0
     share = (ranks - 1) / ranks
-    inside = max(1, r.per_node // span)  # ranks of the group in one node
+    inside = max(1, r.linked // span)  # ranks of the group that the links inside a node join
     if ranks <= inside:
         return size * share / r.intra + messages * (ranks - 1) * r.intra_latency
     hop = (r.inter_latency + (inside - 1) * r.intra_latency) / inside
@@ -523,7 +526,12 @@ def _data_traffic(
     taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
     # The last bucket is complete when the backward pass is: what it holds beyond one layer has nothing to hide behind.
     tail = seconds * (1.0 / buckets - 1.0 / layers)
-    return taken + max(0.0, seconds - taken - c.overlap * compute, tail)
+    behind = c.overlap * compute
+    if layout.shard in ("none", "zero1") or layout.pipeline > 1:
+        # What is sent once a step hides behind the first forward and the last backward pass; where stages are
+        # interleaved, behind those of as many micro-batches as there are ranks in the pipeline.
+        behind *= min(1.0, (layout.pipeline if layout.chunks > 1 else 1) / layout.accumulation)
+    return taken + max(0.0, seconds - taken - behind, tail)
 
 
 def _part_traffic(
@@ -547,7 +555,8 @@ def _part_traffic(
     else:
         size = (gradient + (gradient if layout.shard == "none" else 2.0)) * stored
         # In buckets of the engine's own size where none is set.
-        messages = 2.0 * (max(1.0, stored * gradient / 200e6) if layout.bucket is None else buckets)
+        values = max(200e6 / gradient, ENGINE_PROFILES[step.engine].bucket_values_per_rank * group)
+        messages = 2.0 * (max(1.0, stored / values) if layout.bucket is None else buckets)
     seconds = _ring_seconds(size, inside, r, span, messages, tree=layout.shard == "none")
     if layout.is_hybrid:
         copies = 2.0 * gradient * stored / inside

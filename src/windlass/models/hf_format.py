@@ -184,6 +184,10 @@ class HFFormat:
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Why our module would not compute what this model computes; empty when it does."""
         reasons = [] if config["model_type"] in self.model_types else [f"its family is {config['model_type']}"]
+        if not any("pattern" in part.keys for part in self.parts):  # such a part reads the kinds of layers itself
+            kinds = config.get("layer_types")
+            others = {str(kind) for kind in kinds} - {"full_attention"} if isinstance(kinds, list) else set()
+            reasons += [f"some of its layers are {kind}" for kind in sorted(others)]
         return reasons + unmet(self.requirements, config)
 
     def _slots(self) -> Iterator[tuple[str, ConfigSlot]]:

@@ -72,7 +72,8 @@ def read_layer_types(config: Mapping[str, Any]) -> dict[str, Any]:
     types, every = config.get("layer_types"), config.get("sliding_window_pattern")
     window = config.get("sliding_window")
     if isinstance(types, list):
-        return {"pattern": "".join("W" if kind == "sliding_attention" else "F" for kind in types), "window": window}
+        letters = {"full_attention": "F", "sliding_attention": "W"}
+        return {"pattern": "".join(letters.get(kind, "?") for kind in types), "window": window}
     return {"pattern": "W" * (every - 1) + "F...", "window": window} if isinstance(every, int) else {"window": window}
 
 
