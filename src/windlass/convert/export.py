@@ -27,6 +27,7 @@ from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
 from windlass.models.task_head import tuned_model
 from windlass.registry import PRESETS
+from windlass.units import print_share
 
 SHARD_BYTES = 4 * 10**9
 
@@ -108,7 +109,7 @@ def export(
             raise CheckpointError(
                 "convert.export-logits-differ",
                 f"the exported model does not compute what ours does: largest logit difference {check.difference:.3g}, "
-                f"same top-1 token at {check.agreement:.2%} of {check.positions:,} positions",
+                f"same top-1 token at {print_share(check.agreement, digits=2)} of {check.positions:,} positions",
                 hint="nothing was written; this is a bug in windlass: report the recipe's [model] table",
             )
         temporary.rename(target)

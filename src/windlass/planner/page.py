@@ -7,7 +7,7 @@ from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import RANKING, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
-from windlass.units import GIB, print_seconds, print_tokens
+from windlass.units import GIB, print_seconds, print_share, print_tokens, sentence
 
 # Layouts in a chart; the ranking shows twice as many.
 SHOWN = 8
@@ -33,7 +33,10 @@ def plan_page(plans: Plans, strong: Sequence[ScalingPoint] = (), weak: Sequence[
         Section("Where the time of a step goes", [steps]),
         *([Section("More and fewer nodes", _scaling(task, strong, weak))] if strong else []),
         Section("Energy and carbon", _energy(plans)),
-        Section("Assumptions and sources", [*(Note(text, "warning") for text in task.warnings), _cluster_facts(task)]),
+        Section(
+            "Assumptions and sources",
+            [*(Note(sentence(text), "warning") for text in task.warnings), _cluster_facts(task)],
+        ),
     ]
     tokens = print_tokens(plans.plans[0].tokens) if plans.plans else "unknown"
     return page(
@@ -51,7 +54,7 @@ def training_time(p: Plan) -> str:
 
 def mfu_text(p: Plan) -> str:
     """With a * where nobody has measured so much."""
-    return "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}{'*' if p.outside_measured else ''}"
+    return "unknown" if p.step.mfu is None else f"{print_share(p.step.mfu)}{'*' if p.outside_measured else ''}"
 
 
 def outside_measured(plans: Plans) -> list[str]:
@@ -92,7 +95,9 @@ def _labels(plans: Sequence[Plan]) -> list[str]:
 
 def _best(plans: Plans) -> list[Item]:
     task, p = plans.task, plans.best
-    achievable = "" if p.mfu_of_achievable is None else f"; {p.mfu_of_achievable:.0%} of the achievable rate"
+    achievable = (
+        "" if p.mfu_of_achievable is None else f"; {print_share(p.mfu_of_achievable, digits=0)} of the achievable rate"
+    )
     rate = p.step.tokens_per_second_per_device
     needed, limit = f"{p.memory.needed / GIB:.1f} GiB", f"{p.limit_bytes / GIB:.1f} GiB"
     cards = [
@@ -109,7 +114,7 @@ def _best(plans: Plans) -> list[Item]:
         f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
     )
     marks = (Note(f"* {text}", "warning") for text in outside_measured(plans))
-    return [Cards(cards), Note(f"{batch} {p.reason[:1].upper()}{p.reason[1:]}."), *marks]
+    return [Cards(cards), Note(f"{batch} {sentence(p.reason)}"), *marks]
 
 
 def stacked(
@@ -208,7 +213,7 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             p.devices,
             p.best.candidate.describe(),
             f"{rate:,.0f}",
-            f"{rate / (rates[0] or 1.0) / (p.devices / devices[0]):.0%}",
+            f"{print_share(rate / (rates[0] or 1.0) / (p.devices / devices[0]), digits=0)}",
             training_time(p.best),
             _energy_text(p.best.energy.kwh),
         )
@@ -263,8 +268,8 @@ def _energy(plans: Plans) -> list[Item]:
         ("per billion tokens", number(e.kwh_per_billion_tokens, 1, " kWh")),
         (f"CO2e, location-based ({number(grid.g_per_kwh, 1)} g/kWh)", carbon(e.tco2e)),
         (f"CO2e, market-based ({number(grid.market_g_per_kwh, 1)} g/kWh)", carbon(e.market_tco2e)),
-        ("electricity", number(e.euros, 0, " euros")),
-        ("assumed", "; ".join(e.assumed) or "nothing"),
+        ("cost of electricity", number(e.euros, 0, " euros")),
+        ("assumptions", "; ".join(e.assumed) or "none"),
     ]
     return [
         stacked("Energy of the run", _labels(shown), parts, "MWh"),
@@ -274,14 +279,14 @@ def _energy(plans: Plans) -> list[Item]:
 
 def _cluster_facts(task: PlanTask) -> DataTable:
     d, links = task.device, task.cluster.links
-    quoted = f" quoted, {d.silicon_tflops:g} of this part" if d.silicon_tflops else ""
+    quoted = f" (quoted; this model reaches {d.silicon_tflops:g})" if d.silicon_tflops else ""
     rows = [
         ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + quoted),
         ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
         ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")),
         ("usable memory", f"{task.limit_bytes / GIB:.1f} GiB"),
-        ("inside a node", number(links.intra_gbs, 0, " GB/s per device")),
-        ("into the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
+        ("links inside a node", number(links.intra_gbs, 0, " GB/s per device")),
+        ("links to the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),
     ]
     return DataTable(("figure", "value"), rows, right=(1,), caption=f"Sources: windlass clusters {task.cluster.name}")
