@@ -315,7 +315,7 @@ def test_report_of_an_empty_run_says_so(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl", "energy.jsonl", "manifest.json"):
         (path / name).unlink()
     text = markdown_report([Run(path)])
-    assert "metrics.jsonl holds no line yet" in text
+    assert "metrics.jsonl is empty" in text
     assert re.search(r"\| energy \| not measured \|", text)
 
 
