@@ -68,7 +68,7 @@ def export(
         raise ConfigError(
             "convert.not-expressible",
             f"model.{key} = {value!r} cannot be written as a Hugging Face {model.family}, which always has {standard!r}",
-            hint="evaluate and generate work on the run itself",
+            hint="`windlass eval` and `windlass generate` work on the run itself",
         )
     if shard_bytes < 1:
         raise ConfigError(
