@@ -61,7 +61,7 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
 # Cards and tables inside the page of a notebook, whose own style sheet decides fonts and colours.
 _FRAGMENT_CSS = """
 .windlass .cards { display: flex; flex-wrap: wrap; gap: 8px; margin: 8px 0; }
-.windlass .card { border: 1px solid #8886; border-radius: 8px; padding: 6px 12px; }
+.windlass .card { border: 1px solid #8886; border-radius: 8px; padding: 6px 12px; max-width: 210px; }
 .windlass .card b, .windlass .card span, .windlass .card i { display: block; font-style: normal; }
 .windlass .card b { font-size: 1.3em; }
 .windlass .card i { font-size: 0.85em; opacity: 0.75; }

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
+from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, fragment, line, page
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import RANKING, Plan, Plans, Rejected
@@ -91,6 +91,19 @@ def _layout_text(p: Plan | Rejected) -> str:
 
 def _labels(plans: Sequence[Plan]) -> list[str]:
     return [f"{p.rank}. {_layout_text(p)}" for p in plans]
+
+
+def plan_fragment(p: Plan) -> str:
+    """One layout in a notebook."""
+    cards = Cards((
+        Card(training_time(p), "training time", f"{amount(p.node_hours)} node-hours"),
+        Card(f"{p.step.tokens_per_second_per_device:,.0f}", "tokens/s per device"),
+        Card(mfu_text(p), f"MFU ({p.step.mfu_convention})"),
+        Card(f"{p.memory.needed / GIB:.1f} GiB", f"of {p.limit_bytes / GIB:.1f} GiB per device"),
+        Card(_energy_text(p.energy.kwh), "energy including facility overhead"),
+        Card(carbon(p.energy.tco2e), "CO2e, location-based"),
+    ))  # fmt: skip
+    return fragment(_layout_text(p), [cards, Note(sentence(p.reason))])
 
 
 def _best(plans: Plans) -> list[Item]:

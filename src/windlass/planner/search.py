@@ -73,6 +73,12 @@ class Plan:
     # Sentences about figures of this layout above the highest that was ever published.
     outside_measured: tuple[str, ...] = ()
 
+    def _repr_html_(self) -> str:
+        """What Jupyter shows for a plan."""
+        from windlass.planner.page import plan_fragment
+
+        return plan_fragment(self)
+
     @property
     def layout(self) -> Layout:
         return self.candidate.layout
