@@ -87,6 +87,9 @@ def test_jupyter_shows_the_reports_figures_and_charts(path, tmp_path, monkeypatc
 def test_a_plan_takes_a_file_or_a_recipe():
     file = TOP / "recipes" / "gptnl_1b_snellius.toml"
     assert windlass.plan(file, nodes=2).days > windlass.plan(load_recipe(file).recipe, nodes=4).days
+    best = windlass.plan(file, nodes=2)
+    html = best._repr_html_()
+    assert best.candidate.describe() in html and f"{best.node_hours:,.0f} node-hours" in html and "<script" not in html
     with pytest.raises(ConfigError) as caught:
         windlass.plan(load_recipe(file).recipe, "nodes=2")
     assert caught.value.code == "notebook.overrides-need-a-file"

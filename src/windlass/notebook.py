@@ -62,7 +62,9 @@ class OpenedRun(folder.Run):
         if as_ == "dict":
             return table
         if as_ not in PACKAGES:
-            raise ConfigError("notebook.table-kind-unknown", f"as_={as_!r}", hint="auto, pandas, arrow or dict")
+            raise ConfigError(
+                "notebook.table-kind-unknown", f"as_={as_!r} is unknown", hint="use auto, pandas, arrow or dict"
+            )
         try:
             module = importlib.import_module(PACKAGES[as_])
         except ModuleNotFoundError:

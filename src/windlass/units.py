@@ -134,9 +134,14 @@ def print_rate(tokens_per_second: float | None, unit: str = " tokens/s") -> str:
     return number + unit
 
 
-def print_share(share: float | None, unknown: str = "unknown") -> str:
+def print_share(share: float | None, unknown: str = "unknown", *, digits: int = 1, signed: bool = False) -> str:
     """0.412 -> `41.2 %`."""
-    return unknown if share is None else f"{100 * share:.1f} %"
+    return unknown if share is None else f"{100 * share:{'+' if signed else ''}.{digits}f} %"
+
+
+def counted(count: int | None, word: str) -> str:
+    """`1 node`, `2 nodes`, `? nodes`."""
+    return f"{'?' if count is None else f'{count:,}'} {word}" + ("" if count == 1 else "s")
 
 
 def print_watts(watts: float | None) -> str:
@@ -150,8 +155,8 @@ def print_watts(watts: float | None) -> str:
 
 
 def print_node_hours(hours: float | None) -> str:
-    """`1.25 node-hours`, `184,320 node-hours`; None is `not known`."""
-    return "not known" if hours is None else f"{print_figure(hours)} node-hours"
+    """`1.25 node-hours`, `184,320 node-hours`; None is `unknown`."""
+    return "unknown" if hours is None else f"{print_figure(hours)} node-hours"
 
 
 def print_seconds(seconds: float | None) -> str:
@@ -189,6 +194,11 @@ def print_joules(joules: float | None, digits: int = 2) -> str:
     if abs(joules) < 3600 * 0.9995:
         return f"{joules / 3600:.3g} Wh"
     return _scaled(joules / 3600, [(1e9, "GWh"), (1e6, "MWh"), (1e3, "kWh"), (1, "Wh")], digits, " ")
+
+
+def sentence(text: str) -> str:
+    """A note as a sentence of a page: with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 def print_figure(value: float, digits: int = 3) -> str:

@@ -16,7 +16,14 @@ from tests.report.sample_run import make_run, metric
 from tests.report.sample_sweep import make_sweep
 from tests.report.test_report import HOSTILE
 
+from windlass.clusters import load_cluster
+from windlass.config import load_recipe
+from windlass.planner import plan
+from windlass.planner.budget import Budget, budget
+from windlass.planner.budget_page import budget_page
+from windlass.planner.page import plan_page
 from windlass.report.dash.server import make_server, serve_in_background
+from windlass.report.write import write_report
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 
@@ -126,4 +133,29 @@ def test_every_page_at_both_widths_light_and_dark(runs, open_page):
     finally:
         server.shutdown()
         server.server_close()
+    assert not problems, "\n".join(problems)
+
+
+def test_pages_that_are_files_at_both_widths(runs, open_page, tmp_path):
+    """Report, plan and budget, as they open from disk."""
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "gptnl_8b_snellius.toml").recipe
+    h100 = load_cluster("snellius-h100")
+    pages = {
+        "plan": plan_page(plan(recipe, h100)),
+        "budget": budget_page(budget(Budget(cluster=h100, nodes=88, days=30, mfu=0.4), [1e9, 7e9, 70e9]), 450e9),
+        "report": write_report(Run(runs / "finished")).read_text(),
+    }
+    kept = os.environ.get("WINDLASS_SCREENSHOTS")
+    problems = []
+    for name, html in pages.items():
+        path = tmp_path / f"{name}.html"
+        path.write_text(html)
+        for width in (1440, 390):
+            page = open_page("light", width)
+            page.goto(path.as_uri())
+            page.wait_for_selector(".plot .main-svg")
+            problems += [f"{name} at {width}: {problem}" for problem in page.evaluate(CHECK)]
+            if kept:
+                page.screenshot(path=str(Path(kept) / f"file-{name}-{width}.png"), full_page=True)
+            page.close()
     assert not problems, "\n".join(problems)

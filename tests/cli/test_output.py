@@ -94,7 +94,7 @@ def test_a_log_gets_a_line_of_progress_each_minute(monkeypatch, capsys):
         for done in (40, 50, 60, 61, 70):
             update(done, 100, "tokenizing: 5M tokens")
     assert capsys.readouterr().err.splitlines() == [
-        "tokenizing: 5M tokens: 60%, 2 min left", "tokenizing: 5M tokens: 70%, 2 min 10 s left",
+        "tokenizing: 5M tokens: 60 %, 2 min left", "tokenizing: 5M tokens: 70 %, 2 min 10 s left",
     ]  # fmt: skip
 
 

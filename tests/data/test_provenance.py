@@ -81,7 +81,7 @@ def test_summary(data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path:
     store = open_store(make(data_file, write_jsonl, tmp_path, text))
     page = summary(store)
     assert (
-        f"| news | nl | CC0-1.0 | a \\| b | opt-in | not stated | 130 | {store.sources['news'].tokens:,} | 50.0% |"
+        f"| news | nl | CC0-1.0 | a \\| b | opt-in | not stated | 130 | {store.sources['news'].tokens:,} | 50.0 % |"
         in page
     )
     assert "| other | not stated | **missing** | **missing** | not stated |" in page

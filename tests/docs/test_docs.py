@@ -170,7 +170,14 @@ def console_lines(page):
 
 
 # Their commands take long; one story is enough for every change.
-LONG_PAGES = ("story-gptnl.md", "story-italia.md", "story-lumi.md", "story-ultrascale.md", "story-hackathon.md")
+LONG_PAGES = (
+    "story-gptnl.md",
+    "story-gptnl-charts.md",
+    "story-italia.md",
+    "story-lumi.md",
+    "story-ultrascale.md",
+    "story-hackathon.md",
+)
 
 
 def with_commands():

@@ -62,12 +62,12 @@ def test_equivalents(kwh, text):
     ("kg", "text"),
     [
         (None, "unknown"),
-        (14_000.0, "14 tCO2e"),
-        (2.5, "2.5 kgCO2e"),
-        (0.004, "4 gCO2e"),
-        (0.0, "0 gCO2e"),
-        (999.9, "1 tCO2e"),
-        (1_043_700.0, "1,044 tCO2e"),
+        (14_000.0, "14 t CO2e"),
+        (2.5, "2.5 kg CO2e"),
+        (0.004, "4 g CO2e"),
+        (0.0, "0 g CO2e"),
+        (999.9, "1 t CO2e"),
+        (1_043_700.0, "1,044 t CO2e"),
     ],
 )
 def test_print_carbon(kg, text):

@@ -25,7 +25,7 @@ def test_the_optimum_bounds_it() -> None:
 
 def test_saving_takes_at_most_two_per_cent_of_the_time() -> None:
     choice = choose_interval(10, 5.0, 8, failures_per_day=100)
-    assert choice.seconds == 250 and "2%" in choice.reason
+    assert choice.seconds == 250 and "2 %" in choice.reason
 
 
 def test_an_interval_leaves_time_to_write() -> None:

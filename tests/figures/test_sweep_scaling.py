@@ -23,7 +23,7 @@ def test_strong_scaling_compares_points_of_one_batch():
     assert curve(speed, "measured") == [(1, 100), (2, 190), (4, 340)]  # the faster of two, and not the larger batch
     assert curve(speed, "perfect scaling") == [(1, 100), (4, 400)]
     assert curve(share, "measured") == [(1, 1.0), (2, 0.95), (4, 0.85)]
-    assert share.caption == "1 device: 100%, 2 devices: 95%, 4 devices: 85%"
+    assert share.caption == "1 device: 100 %, 2 devices: 95 %, 4 devices: 85 %"
 
 
 def test_points_that_use_the_nearest_batch_stay_in_the_curve():
@@ -47,7 +47,7 @@ def test_every_engine_has_its_curve_and_its_own_efficiency():
     assert curve(speed, "native") == [(1, 100), (2, 150)] and curve(speed, "deepspeed") == [(1, 80), (2, 144)]
     assert curve(speed, "perfect scaling") == [(1, 100), (2, 200)]
     assert curve(share, "deepspeed")[1] == (2, pytest.approx(0.9))
-    assert share.caption == "native: 1 device: 100%, 2 devices: 75%; deepspeed: 1 device: 100%, 2 devices: 90%"
+    assert share.caption == "native: 1 device: 100 %, 2 devices: 75 %; deepspeed: 1 device: 100 %, 2 devices: 90 %"
 
 
 def test_a_command_without_batches_is_compared_as_it_is_and_one_count_has_no_curve():

@@ -34,7 +34,7 @@ def test_the_slow_device_is_named_with_its_share():
     result = by_level(doctor.examine(records(8, r5={"matmul_tflops": 350.0}), 8), "warn")
     assert (
         [c.where for c in result] == ["n01:1"]
-        and "50% of the median" in result[0].text
+        and "50 % of the median" in result[0].text
         and "exclude=n01" in (result[0].hint or "")
     )
 

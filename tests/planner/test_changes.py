@@ -81,11 +81,11 @@ def test_adjust_takes_the_nearest_batch_and_says_so(recipe_of, cluster_of):
     cluster = cluster_of("snellius-h100")
     recipe, note = adjust_batch(recipe_of("gptnl_1b_snellius", "data.batch_tokens=2Mi"), cluster, 22)
     assert recipe.data.batch_tokens == 528 * 4096
-    assert all(number in note for number in ("2,097,152", "2,162,688", "+3.1%", "528", "88"))
+    assert all(number in note for number in ("2,097,152", "2,162,688", "+3.1 %", "528", "88"))
     assert adjust_batch(recipe, cluster, 22) == (recipe, None)
     # A batch that no layout divides: DeepSpeed has replicas only.
     recipe, note = adjust_batch(recipe_of("gptnl_8b_snellius", "train.engine=deepspeed"), cluster, 22)
-    assert recipe.data.batch_tokens == 616 * 8192 and "5,242,880 -> 5,046,272 (-3.7%)" in note
+    assert recipe.data.batch_tokens == 616 * 8192 and "5,242,880 -> 5,046,272 (-3.7 %)" in note
     # A layout of the recipe: five sequences on each of 84 devices.
     own = recipe_of("gptnl_1b_snellius", "layout.micro_batch=5", "data.batch_tokens=2Mi")
     assert adjust_batch(own, cluster, 21)[0].data.batch_tokens == 84 * 5 * 4096

@@ -17,6 +17,7 @@ from windlass.planner.page import mfu_text, plan_page
 from windlass.planner.record import plans_json
 from windlass.planner.search import EQUAL, RANKED_BY, TIE, TIGHT, TIGHT_PENALTY
 from windlass.report.dash.planner import ask, question
+from windlass.units import print_share
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Every kind of device, layouts of the recipe, and one whose second and third are faster than the first (Viking 33B).
@@ -40,7 +41,7 @@ def check_agreement(plans):
     claims_fastest = "fastest of" in first.reason
     assert not claims_fastest or all(first.days <= p.days for p in others)
     for p in others:
-        stated = re.match(r"(?:the recipe's layout; )?([\d.]+)% (faster|slower)", p.reason)
+        stated = re.match(r"(?:the recipe's layout; )?([\d.]+) % (faster|slower)", p.reason)
         assert p.slower == pytest.approx(p.days / first.days - 1)
         if abs(p.slower) <= EQUAL:
             assert stated is None and "as fast" in p.reason
@@ -107,20 +108,20 @@ def test_figures_that_nobody_has_measured_are_marked():
     a100, h100 = (load_cluster(name) for name in ("snellius-a100", "snellius-h100"))
     plans = plans_of("gptnl_8b_snellius", "snellius-a100")
     p = plans.plans[0]
-    assert not p.outside_measured and mfu_text(p) == f"{p.step.mfu:.1%}"
+    assert not p.outside_measured and mfu_text(p) == print_share(p.step.mfu)
     beyond = mfu_beyond(0.75, plans.task.device, "bf16")
-    assert len(beyond) == 1 and "75.0%" in beyond[0] and "72.4%" in beyond[0]
+    assert len(beyond) == 1 and "75.0 %" in beyond[0] and "72.4 %" in beyond[0]
     marked = replace(p, step=replace(p.step, mfu=0.75), outside_measured=tuple(beyond))
-    assert mfu_text(marked) == "75.0%*"
+    assert mfu_text(marked) == "75.0 %*"
     shown = replace(plans, plans=(marked, *plans.plans[1:]))
-    assert plans_json(shown)["plans"][0]["outside_measured"] == beyond and "72.4%" in plan_page(shown)
+    assert plans_json(shown)["plans"][0]["outside_measured"] == beyond and "72.4 %" in plan_page(shown)
     assert mfu_beyond(0.75, plans.task.device, "fp8") == []  # no fp8 run on such a device is known
     assert tokens_beyond(36e12, 0.6e9) == [] and len(tokens_beyond(39e12, 0.6e9)) == 1
     assert len(tokens_beyond(185e12, 1e9)) == 2
     result = budget(Budget(cluster=h100, nodes=4, days=30, mfu=0.75), [1e9, 30e9])
     rows = budget_json(result)["sizes"]
     assert [len(row["outside_measured"]) for row in rows] == [1, 1]
-    assert sum("66.0%" in text for text in result.warnings) == 1
+    assert sum("66.0 %" in text for text in result.warnings) == 1
     assert budget(Budget(cluster=a100, nodes=1, days=1, mfu=0.4), [1e9]).rows[0].outside_measured == ()
 
 

@@ -35,7 +35,7 @@ def test_project_compute_energy_and_incidents(run):
     assert f"of 0.5 node-hours allocated ({200 * hours:.1f} %)" in page["compute"][1]
     assert page["energy"][0] == "363.61 Wh"
     assert "not measured on 1 of 2 nodes" in page["energy"][1] and "PUE 1.19" in page["energy"][1]
-    assert page["CO2e, location-based"][0] == "97.3 gCO2e" and "267.6 g/kWh" in page["CO2e, location-based"][1]
+    assert page["CO2e, location-based"][0] == "97.3 g CO2e" and "267.6 g/kWh" in page["CO2e, location-based"][1]
     assert page["data"] == ("39.32M of 40M tokens", "languages: code, nl")
     assert page["incidents"][0] == "1 fault, goodput 67.7 %"
     assert page["incidents"][1].startswith("30 steps (37.5 s) done again, 1 min 30 s between attempts")
@@ -68,12 +68,12 @@ def test_a_run_that_lacks_everything_says_so(run, has_recipe):
     if not has_recipe:
         run.config_file.write_text('{"name": "x"}')
     page, text = rows(run), markdown_report([run]).split("## Overview")[0]
-    assert {page[key][0] for key in ("project", "energy", "CO2e", "incidents")} == {"not known"}
-    assert page["where and when"][1] == "dates not known"
+    assert {page[key][0] for key in ("project", "energy", "CO2e", "incidents")} == {"unknown"}
+    assert page["where and when"][1] == "dates unknown"
     assert "resume" not in text and "peak" not in text  # nothing is known of either
-    assert page["compute"] == ("not known", "allocation not known; attempts not known")
-    assert "Outcome by language: not known." in text and "Plan: not known" in text
-    assert page["trained"][1].endswith("from random weights" if has_recipe else "not known")
+    assert page["compute"] == ("unknown", "allocation unknown; attempts unknown")
+    assert "Outcome by language: unknown." in text and "Plan: unknown" in text
+    assert page["trained"][1].endswith("from random weights" if has_recipe else "unknown")
     numbers = [cell for row in page.values() for cell in row if any(c.isdigit() for c in cell)]
     allowed = ("56,369,664 parameters", "of 40M", "snellius-h100", "CO2e") if has_recipe else ("CO2e",)
     assert not [cell for cell in numbers if not any(part in cell for part in allowed)]

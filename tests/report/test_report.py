@@ -175,12 +175,12 @@ def test_several_runs_join(run, tmp_path):
     text = markdown_report([run, other])
     assert "## 2 runs" in text
     assert (
-        "Measured IT energy of 2 of 2 runs together: 611.11 Wh, 727.22 Wh with PUE, 195 gCO2e location-based." in text
+        "Measured IT energy of 2 of 2 runs together: 611.11 Wh, 727.22 Wh with PUE, 195 g CO2e location-based." in text
     )
     found = json_report([run, other])
     sums = found["together"]
     assert sums["node_hours"] == 2 * found["runs"][0]["node_hours"]
-    assert f"| compute | {sums['node_hours']:.3g} node-hours | allocation not known; 2 runs |" in text
+    assert f"| compute | {sums['node_hours']:.3g} node-hours | allocation unknown; 2 runs |" in text
     assert (len(found["runs"]), sums["tokens"]) == (2, 2 * 300 * 131_072)
     assert sums["location_kg"] == pytest.approx(2 * 1.1 / 3.6 * 1.19 * 0.2676)
     assert "together" not in json_report([run])
@@ -315,7 +315,7 @@ def test_report_of_an_empty_run_says_so(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl", "energy.jsonl", "manifest.json"):
         (path / name).unlink()
     text = markdown_report([Run(path)])
-    assert "metrics.jsonl holds no line yet" in text
+    assert "metrics.jsonl is empty" in text
     assert re.search(r"\| energy \| not measured \|", text)
 
 

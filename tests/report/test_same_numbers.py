@@ -69,10 +69,10 @@ class TestTheNumbers:
         table, markdown = windlass("energy", str(run.path)), windlass("report", str(run.path), "--markdown")
         shown, html = cells(page, "energy"), run.path / "report.html"
         windlass("report", str(run.path))
-        for what in ("IT energy", "with PUE", "CO2, location-based", "per billion tokens", "mean power", "per step"):
+        for what in ("IT energy", "with PUE", "CO2e, location-based", "per billion tokens", "mean power", "per step"):
             value = shown[what]
             assert f"| {what} | {value} |" in markdown
-            assert f"<td>{what}</td><td>{value}</td>" in html.read_text()
+            assert f'<td>{what}</td><td class="whole">{value}</td>' in html.read_text()
             assert re.search(rf"{what}\s+{re.escape(value)}\s", table), what
         assert row["energy"] == shown["with PUE"] == "363.61 Wh"
         assert re.search(r"energy\s+363\.61 Wh, measured", windlass("watch", str(run.path), "--once"))

@@ -334,7 +334,7 @@ def test_a_trial_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     hook = Trial()
     _, tried = train(tmp_path / "b", recipe(), hook)
     assert losses(tried) == losses(plain)
-    assert "1 GiB" in hook.message and "-93%" in hook.message
+    assert "1 GiB" in hook.message and "-93 %" in hook.message
 
 
 def test_precisions_start_alike(tmp_path: Path) -> None:

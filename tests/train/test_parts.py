@@ -50,11 +50,11 @@ def test_schedules_by_hand() -> None:
 def test_a_run_shorter_than_its_schedule_gets_a_note() -> None:
     assert schedule_note(OptimConfig(warmup=100), 1000) == schedule_note(OptimConfig(warmup=1000), 1000) == ""
     note = schedule_note(OptimConfig(warmup=4000), 1000)
-    assert all(number in note for number in ("4,000", "1,000", "25%"))
+    assert all(number in note for number in ("4,000", "1,000", "25 %"))
     wsd = OptimConfig(warmup=400, schedule="wsd", decay=800, min_lr_ratio=0.1)
-    assert all(number in schedule_note(wsd, 1000) for number in ("400", "1,000", "78%"))
+    assert all(number in schedule_note(wsd, 1000) for number in ("400", "1,000", "78 %"))
     assert schedule_note(wsd.model_copy(update={"schedule": "cosine"}), 1000) == ""  # `decay` is for wsd
-    assert "0%" in schedule_note(OptimConfig(lr=0.0, warmup=4000), 1000)
+    assert "0 %" in schedule_note(OptimConfig(lr=0.0, warmup=4000), 1000)
 
 
 def plan_on(devices: int, **tables: Any) -> BatchPlan:
@@ -96,9 +96,9 @@ def test_guard_refuses_spikes_once_it_knows_the_run() -> None:
 def test_utilization_advice() -> None:
     assert utilization_advice([]) == ""
     below, inside, above = (utilization_advice(values) for values in ([0.5, 0.6], [0.8], [0.99]))
-    assert "55%" in below and "below 70%" in below
-    assert "80%" in inside and "70% to 90%" in inside
-    assert "99%" in above and "above 90%" in above
+    assert "55 %" in below and "below 70 %" in below
+    assert "80 %" in inside and "70 % to 90 %" in inside
+    assert "99 %" in above and "above 90 %" in above
 
 
 def test_flash3_needs_its_package() -> None:

@@ -15,7 +15,7 @@ from windlass.units import parse_tokens, print_tokens
 if TYPE_CHECKING:
     from windlass.planner.budget import BudgetResult
 
-DROP = ("CO2e", "per parameter", "MWh")
+DROP = ("CO2e", "tokens per parameter", "MWh")
 
 
 def budget(
@@ -125,7 +125,7 @@ def _lines(result: BudgetResult, target: float | None) -> list[str]:
         size, tokens = size_text(result.best.parameters), print_tokens(result.best.tokens)
         lines.append(f"Lowest expected loss: {size} on {tokens} tokens")
     lines.append(
-        f"MFU counts {question.flops_per_parameter if question.mfu else 6:g}N of the dense peak. "
-        f"Loss: {' / '.join(law.name for law in LAWS)}, nats per token; * is extrapolated."
+        f"MFU is a share of the dense peak, at {question.flops_per_parameter if question.mfu else 6:g}N FLOPs per token. "
+        f"Loss: {' / '.join(law.name for law in LAWS)}, nats per token; * means extrapolated."
     )
     return [*lines, *(f"note: {text}" for text in (*CAVEATS, *result.warnings))]

@@ -11,8 +11,8 @@ from windlass.units import print_bytes
 # The columns that a narrow terminal can do without, the least important first, as for every table.
 CLUSTER_DROP = ("verified live", "PUE", "internet", "GB/s per node", "longest job")
 DEVICE_DROP = ("unverified or assumed", "vendor", "fp8 TFLOP/s")
-FACT_DROP = ("read", "status")
-FACT_COLUMNS = ("key", "value", "status", "read", "source")
+FACT_DROP = ("date", "status")
+FACT_COLUMNS = ("key", "value", "status", "date", "source")
 CLUSTER_COLUMNS = (
     "cluster", "nodes", "devices per node", "memory", "bf16 TFLOP/s", "GB/s per node", "longest job", "internet",
     "PUE", "g CO2/kWh", "verified live",
@@ -78,11 +78,18 @@ def clusters(
         cluster = load_cluster(name)
         device = load_device(cluster.device)
         hidden = ("env.", "container.env.", "name", "title", "site")
+        sources: dict[str, str] = {}  # text -> its number; one source is given for many values
+
+        def cite(source: str) -> str:
+            return sources.setdefault(source, f"[{len(sources) + 1}]") if source else ""
+
         rows = [
-            (f.key, f.shown, f.status, f.on, f.source) for f in describe.facts(cluster) if not f.key.startswith(hidden)
+            (f.key, f.shown, f.status, f.on, cite(f.source))
+            for f in describe.facts(cluster)
+            if not f.key.startswith(hidden)
         ]
-        device_rows = [(f.key, f.shown, f.status, f.on, f.source) for f in describe.facts(device)]
-        variables = [(variable, v.value, v.why, v.source) for variable, v in cluster.env.items()]
+        variables = [(variable, v.value, v.why, cite(v.source)) for variable, v in cluster.env.items()]
+        device_rows = [(f.key, f.shown, f.status, f.on, cite(f.source)) for f in describe.facts(device)]
         show(
             as_json,
             {**cluster.model_dump(mode="json"), "device": device.model_dump(mode="json")},
@@ -90,5 +97,6 @@ def clusters(
             table("Cluster", FACT_COLUMNS, rows, drop=FACT_DROP),
             table("Environment", ("variable", "value", "why", "source"), variables) if variables else None,
             table(f"Device {device.name}", FACT_COLUMNS, device_rows, drop=FACT_DROP),
+            table("Sources", ("", ""), [(number, source) for source, number in sources.items()]),
             *(f"- {note}" for note in cluster.notes),
         )

@@ -193,7 +193,7 @@ def _read_tasks(tasks: TaskOptions, batch: int | None) -> list[tuple[TaskFile, S
             "evaluate.engine-cannot-score",
             f"{tasks.engine} only generates, and {', '.join(needs_weights) or 'held-out text'} needs the probabilities "
             "of given texts or the harness",
-            hint="evaluate those without --engine",
+            hint="run them without --engine",
         )
     return chosen
 

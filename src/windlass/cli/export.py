@@ -10,7 +10,7 @@ import typer
 from windlass.cli.options import JsonOption, ModelArgument, StepOption
 from windlass.cli.output import bar, show, working
 from windlass.errors import WindlassError
-from windlass.units import parse_bytes, print_bytes
+from windlass.units import parse_bytes, print_bytes, print_share
 
 if TYPE_CHECKING:
     from windlass.convert.verify import LogitComparison
@@ -83,7 +83,7 @@ def export(
 def _check_text(check: LogitComparison) -> str:
     return (
         f"logits verified ({check.how}) on {check.positions:,} positions of {check.text}: "
-        f"largest difference {check.difference:.2g}, top-1 token agrees at {check.agreement:.2%}"
+        f"largest difference {check.difference:.2g}, top-1 token agrees at {print_share(check.agreement, digits=2)}"
     )
 
 

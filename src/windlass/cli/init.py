@@ -17,7 +17,7 @@ from rich.table import Table
 from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, LaunchError, WindlassError
 from windlass.files import write_atomic
-from windlass.units import parse_tokens, print_tokens
+from windlass.units import parse_tokens, print_share, print_tokens
 
 if TYPE_CHECKING:
     from windlass.clusters import Cluster
@@ -259,7 +259,7 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
     from windlass.cli import with_pages
 
     plan, reasons = result["plan"], result["reasons"]
-    mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {plan['mfu']:.0%}"
+    mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {print_share(plan['mfu'], digits=0)}"
     missing_store = "" if result["store_exists"] or not result["store"] else "does not exist yet"
     rows = [
         ("cluster", result["cluster"], reasons["cluster"]),

@@ -185,7 +185,7 @@ def _plan_table(prepared: PreparedLaunch) -> Table:
     def amount(hours: float | None, units: float | None) -> str:
         if hours is None:
             return "unknown"
-        return f"{hours:,.1f} node-hours" + ("" if units is None else f" = {units:,.0f} {cost.unit}")
+        return f"{hours:,.1f} node-hours" + ("" if units is None else f" = {units:,.0f} {cost.unit}s")
 
     whole_run = amount(cost.expected_node_hours, cost.expected_units)
     rows = [
@@ -249,7 +249,7 @@ def jobs(
         for title, group in zip(("Per run", "Per project"), groups.values(), strict=True):
             lines = []
             for t in group:
-                units = "unknown" if t.units is None else f"{t.units:,.1f} {t.unit}"
+                units = "unknown" if t.units is None else f"{t.units:,.1f} {t.unit}s"
                 notes = [f"length of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
                 notes += [f"energy not measured in {t.unmeasured} of {t.jobs} jobs"] if t.unmeasured else []
                 lines.append(

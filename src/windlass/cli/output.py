@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.files import json_safe
-from windlass.units import print_seconds, print_text
+from windlass.units import print_seconds, print_share, print_text
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
 
 
 def text_of(value: float | None, form: str, unknown: str = "unknown") -> str:
-    """`text_of(0.4, ".1%")` is `40.0%`; None is unknown."""
+    """`text_of(1979.0, "g")` is `1979`; None is unknown."""
     return unknown if value is None else format(value, form)
 
 
@@ -201,7 +201,7 @@ def _log_progress(label: str) -> Callable[..., None]:
         if now - logged_at >= PROGRESS_SECONDS and total:
             logged_at = now
             left = f", {print_seconds((total - done) * (now - began_at) / (done - first))} left" if done > first else ""
-            print(f"{print_text(text)}: {done / total:.0%}{left}", file=sys.stderr, flush=True)
+            print(f"{print_text(text)}: {print_share(done / total, digits=0)}{left}", file=sys.stderr, flush=True)
 
     return log
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from windlass.cli.options import AdjustOption, EngineProfileOption, JsonOption
 from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
-from windlass.units import GIB, print_joules, print_tokens
+from windlass.units import GIB, print_joules, print_share, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.changes import RecipeChange
@@ -151,22 +151,23 @@ def _footnotes(plans: Plans) -> list[str]:
         source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
         same_device = source is None or source.status in ("documented", "measured")
         achievable = (
-            f"; the first is {best.mfu_of_achievable:.0%} of the best matrix rate measured on "
+            f"; the first is {print_share(best.mfu_of_achievable, digits=0)} of the best matrix rate measured on "
             f"{'such a device' if same_device else 'a device of its kind'}"
         )
-    units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
+    unit = task.cluster.billing.unit
+    units = "" if best.units is None or unit in ("hour", "node-hour") else f", {amount(best.units)} {unit}s"
     kwh = best.energy.kwh
     used = "" if kwh is None else f", {print_joules(kwh * 3.6e6, 1)} and {carbon(best.energy.tco2e)} CO2e"
     market = "" if best.energy.market_tco2e is None else f"; market-based {carbon(best.energy.market_tco2e)}"
     near = next((r for r in plans.rejected if not r.from_recipe and r.memory_gib is not None), None)
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
-        "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
+        "batch: micro-batch x accumulation x replicas, in sequences; tokens/s and GiB are per device.",
         search.RANKING,
-        f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
+        f"MFU counts {best.step.mfu_convention} FLOPs as a share of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
         f"The first takes {amount(best.node_hours)} node-hours{units}{used}. "
-        f"Energy is at the meter (PUE {best.energy.pue:g}); "
+        f"Energy includes facility overhead (PUE {best.energy.pue:g}); "
         f"CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
     ]

@@ -17,11 +17,11 @@ from windlass.units import print_tokens
 STEPS = (
     ("plan", "windlass plan RECIPE", "memory, tokens/s, days, kWh and CO2 before a node-hour is spent"),
     ("tokenize", "windlass tokenize DATA.toml", "exact token counts and a provenance ledger"),
-    ("sweep", "windlass sweep SWEEP.toml", "the fast layout, with out-of-memory as a result"),
+    ("sweep", "windlass sweep SWEEP.toml", "the fastest layout; out-of-memory points count too"),
     ("launch", "windlass launch RECIPE", "job chains on SLURM that resume themselves"),
-    ("train", "windlass train RECIPE", "the loop itself, here or as a rank of a job"),
+    ("train", "windlass train RECIPE", "a run that stops, resumes and records everything"),
     ("watch", "windlass watch RUN", "loss, MFU and energy while it runs"),
-    ("report", "windlass report RUN", "the page a funder can read"),
+    ("report", "windlass report RUN", "a page for the funder, details after it"),
 )
 MAX_FILES = 200  # opened at most, so that a large folder of another project costs nothing
 # State of the newest run -> the command that continues, and the reason.

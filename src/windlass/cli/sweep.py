@@ -11,7 +11,7 @@ import typer
 from windlass.cli.options import EngineProfileOption, JsonOption
 from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
-from windlass.units import print_bytes, print_rate, print_seconds, print_share
+from windlass.units import print_bytes, print_figure, print_rate, print_seconds, print_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
 
-POINT_DROP = ("kWh", "node-h", "MFU", "oom", "time")
+POINT_DROP = ("kWh", "node-hours", "MFU", "OOM risk", "time")
 BEST_DROP = ("point", "energy", "seeds", "time", "texts/s")
 
 
@@ -187,7 +187,7 @@ def _show_dry(
     cells = []
     for point, e in pairs:
         text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
-        memory = ["" if e.peak_bytes is None else print_bytes(e.peak_bytes), text_of(e.oom_chance, ".0%", "")]
+        memory = ["" if e.peak_bytes is None else print_bytes(e.peak_bytes), print_share(e.oom_chance, "", digits=0)]
         speed = [
             print_rate(e.tokens_per_second_per_device, unit=""),
             print_share(e.mfu),
@@ -201,14 +201,14 @@ def _show_dry(
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
-    columns = ("point", "prediction", "memory", "oom", "per device", "MFU", "time", "node-h", "kWh")
+    columns = ("point", "prediction", "memory", "OOM risk", "tokens/s per device", "MFU", "time", "node-hours", "kWh")
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
         charged = total.units is not None and total.unit not in ("", "hour")
         units = f", {total.units:,.0f} {total.unit}s" if charged else ""
-        sums = f"total {total.node_hours:,.1f} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
-        sums += f"one after another {print_seconds(total.seconds)}"
-    skipped = f"{total.skipped} skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
+        sums = f"total {print_figure(total.node_hours)} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
+        sums += f"{print_seconds(total.seconds)} if run one after another"
+    skipped = f"{total.skipped} skipped as out of memory (at least {print_share(sweep.skip_oom, digits=0)} sure)"
     show(
         as_json,
         document,
@@ -217,8 +217,8 @@ def _show_dry(
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} invalid",
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
-        "memory: peak that the run will log, without the allocator's reserve. per device: tokens/s.",
-        "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
+        "memory: the peak that the run will log, without the allocator's reserve",
+        "OOM risk: chance that the point runs out of memory, from the errors of the estimate on 129 published runs",
         *scripts,
         *warnings,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,9 +140,14 @@ def bind_and_train(
                 if position.rank == 0:
                     raise
                 return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
-        if not quiet and sys.stderr.isatty():
-            sys.stderr.write(f"starting {count} workers, which import torch ...\n")
-        code = supervisor.run_workers(supervisor.worker_argv(run, start, *options), count, run, restarts)
+        worker_argv = supervisor.worker_argv(run, start, *options)
+
+        def announced(attempt: int) -> Sequence[str]:
+            if not quiet and sys.stderr.isatty():
+                sys.stderr.write(f"{'restarting' if attempt else 'starting'} {count} workers, which import torch ...\n")
+            return worker_argv(attempt)
+
+        code = supervisor.run_workers(announced, count, run, restarts)
     if code == EXIT_RESUMABLE:
         console().print(f"to resume: windlass resume {run.path}", markup=False)
     elif code != EXIT_DONE and (given_up := list(run.events(GaveUp))):

@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[FileKind | None, str]] = {
     "SweepConfig": ("sweep", "every key with its meaning: docs/reference/sweep-file.md"),
     "Cluster": (None, "every key with its meaning: docs/reference/cluster-file.md"),
     "Device": (None, "every key with its meaning: docs/reference/cluster-file.md"),
-    "PlannerQuestion": (None, "see docs/guides/observe.md"),
+    "PlannerQuestion": (None, "correct it in the form above"),
 }
 
 

@@ -172,7 +172,9 @@ def with_command(loaded: LoadedSweep, command: str) -> LoadedSweep:
     sweep = loaded.sweep.model_copy(update=changed)
     if loaded.base is not None:
         raise ConfigError(
-            "sweep.command-needs-command", f"{loaded.path} is a sweep of recipes", hint="--command replaces a command"
+            "sweep.command-needs-command",
+            f"--command: {loaded.path} is a sweep of recipes, which has no command",
+            hint="omit --command, or name a sweep file with a `command`",
         )
     refuse("sweep.invalid-file", "--command", find_problems(sweep, same_points=False), HINT)
     return replace(loaded, sweep=sweep)

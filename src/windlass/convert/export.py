@@ -31,6 +31,7 @@ from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
 from windlass.models.task_head import tuned_model
 from windlass.registry import PRESETS
+from windlass.units import print_share
 
 SHARD_BYTES = 4 * 10**9
 # The loss that transformers takes where an exported model is trained further.
@@ -77,7 +78,7 @@ def export(
         raise ConfigError(
             "convert.not-expressible",
             f"model.{key} = {value!r} cannot be written as a Hugging Face {model.family}, which always has {standard!r}",
-            hint="evaluate and generate work on the run itself",
+            hint="`windlass eval` and `windlass generate` work on the run itself",
         )
     if shard_bytes < 1:
         raise ConfigError(
@@ -132,7 +133,7 @@ def export(
             raise CheckpointError(
                 "convert.export-logits-differ",
                 f"the exported model does not compute what ours does: largest logit difference {check.difference:.3g}, "
-                f"same top-1 token at {check.agreement:.2%} of {check.positions:,} positions",
+                f"same top-1 token at {print_share(check.agreement, digits=2)} of {check.positions:,} positions",
                 hint="nothing was written; this is a bug in windlass: report the recipe's [model] table",
             )
         temporary.rename(target)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from windlass.errors import ConfigError
 from windlass.models.spec import LayerSpec, ModelSpec
+from windlass.units import print_share
 
 Convention = Literal["6N", "6N+attention", "6N+causal attention"]
 # Share of the square between positions that a convention counts.
@@ -72,9 +73,11 @@ class Utilisation:
     def __str__(self) -> str:
         if self.value is None:
             return f"MFU not measured ({self.denominator})"
-        text = f"MFU {self.value:.1%} ({self.convention}; of {self.denominator})"
+        text = f"MFU {print_share(self.value)} ({self.convention}; of {self.denominator})"
         return text + (
-            f", {self.of_achievable:.1%} of the achievable matmul rate" if self.of_achievable is not None else ""
+            f", {print_share(self.of_achievable)} of the achievable matmul rate"
+            if self.of_achievable is not None
+            else ""
         )
 
 

@@ -66,7 +66,7 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
                 "tune.labels-unknown",
                 f"{file or tune.train}: {sum(counts.values()):,} labels of the {part} examples are not among the "
                 f"{len(labels)} of the training examples: {listed}",
-                hint="are the files of one task? tune.labels lists all labels",
+                hint="check that the files belong to one task, or list all labels in tune.labels",
             )
     return ExampleSets([] if tune.task == "regress" else labels, train, validation, test)
 
@@ -91,10 +91,10 @@ def read_examples(path: Path, tune: TuneConfig) -> list[Example]:
         raise DataError(
             "tune.bad-examples",
             f"{path}: {len(bad):,} of {len(bad) + len(examples):,} lines are not examples of task {tune.task!r} ({listed})",
-            hint="tune.text, tune.pair and tune.label name the columns",
+            hint="set tune.text, tune.pair and tune.label to the names of the columns",
         )
     if not examples:
-        raise DataError("tune.no-examples", f"{path} holds no examples", hint="one example per line")
+        raise DataError("tune.no-examples", f"{path} holds no examples", hint="write one example per line")
     return examples
 
 

@@ -35,6 +35,7 @@ from windlass.data.shards import (
 )
 from windlass.errors import DataError
 from windlass.files import read_json
+from windlass.units import print_share
 
 logger = logging.getLogger(__name__)
 KIND = "windlass-store"
@@ -371,7 +372,7 @@ def summary(store: Store) -> str:
         texts += [source.origin or "**missing**", source.consent or "not stated", source.kind or "not stated"]
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
         documents = "unknown" if source.documents is None else f"{source.documents:,}"
-        cells += [documents, f"{source.tokens:,}", f"{source.tokens / total:.1%}"]
+        cells += [documents, f"{source.tokens:,}", f"{print_share(source.tokens / total)}"]
         source_rows.append(f"| {' | '.join(cells)} |")
     processing = ["unknown: the store was written by another tool"]
     if settings := store.manifest.get("settings"):
@@ -381,7 +382,7 @@ def summary(store: Store) -> str:
         processing = [
             f"documents read: {sum(entry['documents_in'] for entry in entries):,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
             f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
-            f"held out for validation: {settings['validation']:.3%} of documents, by hash of their text",
+            f"held out for validation: {print_share(settings['validation'], digits=3)} of documents, by hash of their text",
             f"texts were neither stripped nor normalised; text that looks like a special token was {special}",
         ]
     hashes = f"Ledger sha256 `{store.ledger_hash or 'none'}`, tokenizer sha256 `{store.tokenizer_hash or 'unknown'}`."
@@ -400,7 +401,7 @@ def summary(store: Store) -> str:
         "",
         "| language | tokens | share |",
         "|---|---:|---:|",
-        *(f"| {name} | {tokens:,} | {tokens / total:.1%} |" for name, tokens in languages.most_common()),
+        *(f"| {name} | {tokens:,} | {print_share(tokens / total)} |" for name, tokens in languages.most_common()),
         "",
         "## Processing",
         "",

@@ -21,6 +21,7 @@ from windlass.data.packing import Packing, pack_documents
 from windlass.data.shards import TokenArray, refuse_outside
 from windlass.data.store import MANIFEST, Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
+from windlass.units import print_share
 
 Tokens = npt.NDArray[np.int32]
 
@@ -180,7 +181,7 @@ class StoreStream:
             return ""
         windows, tokens = sum(p.windows for p in self.packings), sum(p.tokens for p in self.packings)
         line = f"packing: {sum(len(p.lengths) for p in self.packings):,} documents in {windows:,} sequences, "
-        line += f"{tokens / max(1, windows * (self.seq_len + 1)):.1%} filled"
+        line += f"{print_share(tokens / max(1, windows * (self.seq_len + 1)))} filled"
         for text, count in (
             ("left out", sum(p.left_out for p in self.packings)),
             ("cut", sum(p.cut for p in self.packings)),

@@ -111,10 +111,10 @@ def car_equivalent(kg: float) -> str:
 
 
 def print_carbon(kg: float | None) -> str:
-    """`14.2 tCO2e`, `380 kgCO2e`, `1.2 gCO2e`; None is unknown."""
+    """`14.2 t CO2e`, `380 kg CO2e`, `1.2 g CO2e`; None is unknown."""
     if kg is None:
         return "unknown"
-    for scale, unit in ((1e3, "tCO2e"), (1.0, "kgCO2e")):
+    for scale, unit in ((1e3, "t CO2e"), (1.0, "kg CO2e")):
         if abs(kg) >= 0.9995 * scale:
             return f"{print_figure(kg / scale)} {unit}"
-    return f"{print_figure(kg * 1e3)} gCO2e"
+    return f"{print_figure(kg * 1e3)} g CO2e"

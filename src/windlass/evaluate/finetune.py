@@ -37,7 +37,7 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
         raise ConfigError(
             "tune.task-file",
             f"{where}: a task has [tune] and [data], not {', '.join(unknown)}",
-            hint="see recipes/lepiszcze",
+            hint="recipes/lepiszcze has examples",
         )
     table = {**DEFAULTS, **raw.get("tune", {}), **{key: value for key, value in options.items() if value is not None}}
     tune = validate(TuneConfig, table, where)
@@ -48,7 +48,7 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
             hint=f"one of {', '.join(EXAMPLE_TASKS)}; for the others `windlass train` with a [tune] table",
         )
     if tune.train is None:
-        raise ConfigError("tune.no-examples", f"{where} names no training examples", hint="--train FILE")
+        raise ConfigError("tune.no-examples", f"{where} names no training examples", hint="name them with --train FILE")
     return tune, raw.get("data", {}).get("seq_len")
 
 

@@ -50,7 +50,7 @@ def run_harness(
         raise ConfigError(
             "evaluate.harness-folder-missing",
             f"there is no folder {folder} with harness tasks",
-            hint="it holds one YAML file per task",
+            hint="give the folder that has one YAML file per task",
         )
     manager = lm_eval.tasks.TaskManager(include_path=str(folder) if folder else None, include_defaults=folder is None)
     if unknown := [name for name in tasks if name not in manager.all_tasks]:

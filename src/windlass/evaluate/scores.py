@@ -187,7 +187,12 @@ def language_charts(rows: Sequence[LanguageRow]) -> list[Chart]:
         )
         better, title = "lower" if lower_is_better(metric) else "higher", metric.replace("_", " ")
         charts.append(
-            Chart(title=f"{task}: {title}", series=series, y_title=f"{title} ({better} is better)", from_zero=True)
+            Chart(
+                title=task if task == title else f"{task}: {title}",
+                series=series,
+                y_title=f"{title} ({better} is better)",
+                from_zero=True,
+            )
         )
     return charts
 
@@ -196,4 +201,4 @@ def language_page(rows: Sequence[LanguageRow]) -> str:
     columns, cells = language_table(rows)
     table = DataTable(columns, cells, right=tuple(range(3, len(columns))), caption="± half of the 95 % interval")
     models = " vs. ".join(dict.fromkeys(row.model for row in rows))
-    return page("By language", [Section("", (*language_charts(rows), table))], subtitle=models)
+    return page("Scores by language", [Section("", (*language_charts(rows), table))], subtitle=models)

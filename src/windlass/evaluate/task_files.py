@@ -70,7 +70,9 @@ def read_task_file(path: Path | str) -> TaskFile:
                 hint=f"the task may have {', '.join(TaskHeader.model_fields)}",
             ) from None
     if not problems:
-        raise DataError("evaluate.task-file-empty", f"the task file {path} is empty", hint="one JSON object per line")
+        raise DataError(
+            "evaluate.task-file-empty", f"the task file {path} is empty", hint="write one JSON object per line"
+        )
     suites: list[Suite] = [SUITES.load(name) for name in SUITES.names()]
     suite = None
     if not any(problems.values()):

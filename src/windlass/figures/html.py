@@ -17,45 +17,10 @@ from windlass.figures.picture import draw_picture
 from windlass.figures.theme import FONT, HEAT, NO_VALUE, colour, css
 from windlass.files import json_safe, write_atomic
 
-# Colours named var(--x) in a figure are looked up in the style sheet, so charts follow a change from light to dark.
+# Draws figures: colours named var(--x) are looked up in the style sheet, so charts follow a change from light to dark.
+PLOTS = Path(__file__).with_name("plots.js")
 _DRAW = """
-(function () {
-  function resolve(value, style) {
-    if (typeof value === "string") {
-      var m = /^var\\((--[a-z]+)\\)$/.exec(value);
-      return m ? style.getPropertyValue(m[1]).trim() : value;
-    }
-    if (Array.isArray(value)) return value.map(function (v) { return resolve(v, style); });
-    if (value && typeof value === "object") {
-      var out = {};
-      Object.keys(value).forEach(function (k) { out[k] = resolve(value[k], style); });
-      return out;
-    }
-    return value;
-  }
-  // In a narrow window the legend goes below the chart, which grows by that much.
-  function narrow(box, layout, entries) {
-    if (!layout.showlegend || !layout.legend || box.clientWidth >= 860 || !box.clientWidth) return;
-    var across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230));
-    var room = 10 + 22 * Math.ceil(entries / across);
-    var place = { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
-    Object.assign(layout.legend, place);
-    layout.margin.b += room;
-    layout.height += room;
-    box.style.height = layout.height + "px";
-  }
-  function draw() {
-    var style = getComputedStyle(document.documentElement);
-    document.querySelectorAll(".plot").forEach(function (box) {
-      var figure = resolve(JSON.parse(box.nextElementSibling.textContent), style);
-      narrow(box, figure.layout, figure.data.length);
-      Plotly.react(box, figure.data, figure.layout, { responsive: true, displaylogo: false, displayModeBar: false });
-    });
-  }
-  draw();
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  window.windlassDraw = draw;
-})();
+for (const box of document.querySelectorAll(".plot")) plot(box, JSON.parse(box.nextElementSibling.textContent));
 """
 
 
@@ -71,7 +36,7 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
         from plotly.offline import get_plotlyjs
 
         plotly = str(get_plotlyjs()).replace("</script", "<\\/script")
-        script = f"<script>{plotly}</script>\n<script>{_DRAW}</script>"
+        script = f"<script>{plotly}</script>\n<script>{PLOTS.read_text()}{_DRAW}</script>"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -85,7 +50,7 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
 <main>
 <h1>{escape(title)}</h1>
 {_paragraph("sub", subtitle)}
-{body}<footer>{escape(footer)}</footer>
+{body}{f"<footer>{escape(footer)}</footer>" if footer else ""}
 </main>
 {script}
 </body>
@@ -96,7 +61,7 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
 # Cards and tables inside the page of a notebook, whose own style sheet decides fonts and colours.
 _FRAGMENT_CSS = """
 .windlass .cards { display: flex; flex-wrap: wrap; gap: 8px; margin: 8px 0; }
-.windlass .card { border: 1px solid #8886; border-radius: 8px; padding: 6px 12px; }
+.windlass .card { border: 1px solid #8886; border-radius: 8px; padding: 6px 12px; max-width: 210px; }
 .windlass .card b, .windlass .card span, .windlass .card i { display: block; font-style: normal; }
 .windlass .card b { font-size: 1.3em; }
 .windlass .card i { font-size: 0.85em; opacity: 0.75; }

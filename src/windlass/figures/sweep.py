@@ -110,8 +110,8 @@ def _heat(rows: Sequence[Row], pair: Sequence[str], key: str, goal: str, title_e
         labels=tuple(tuple(label for _, label in row) for row in grid),
         x_title=_short(across),
         y_title=_short(down),
-        caption="Best point of each cell. OOM: ran out of memory; OOM?: not run, because the planner was sure that it "
-        "would; an empty cell is not part of the sweep.",
+        caption="Best point of each cell. OOM: ran out of memory. OOM?: not run, because the planner was sure that it would run "
+        "out of memory. An empty cell is not part of the sweep.",
         height=120 + 62 * max(2, len(ys)),
     )
 
@@ -175,7 +175,7 @@ def pareto(rows: Sequence[Row]) -> Item:
     if not front:
         return Note("Energy was not measured (no readable sensor), so speed cannot be compared with energy.")
     others = [r for r in with_number(rows, SPEED, ENERGY) if r not in front]
-    groups = ((line, "front", front), (points, "no other is better in both", front), (points, "others", others))
+    groups = ((line, "front", front), (points, "best trade-offs", front), (points, "others", others))
     return Chart(
         title="Energy per token vs. speed",
         x_title=title_of(SPEED),
@@ -185,7 +185,7 @@ def pareto(rows: Sequence[Row]) -> Item:
             for draw, name, group in groups
             if group
         ],
-        caption="Down and to the right is better.",
+        caption="Down and to the right is better: less energy, more speed. No point beats a best trade-off in both.",
     )
 
 
@@ -213,7 +213,9 @@ def scaling(rows: Sequence[Row], kind: str) -> list[Item]:
         per_device = [float(r[SPEED]) / n for n, r in curve.items()]
         efficiency = [speed / per_device[0] for speed in per_device]
         shares.append(line(name, list(curve), efficiency))
-        text = ", ".join(f"{n} device{'s' * (n > 1)}: {e:.0%}" for n, e in zip(curve, efficiency, strict=True))
+        text = ", ".join(
+            f"{n} device{'s' * (n > 1)}: {print_share(e, digits=0)}" for n, e in zip(curve, efficiency, strict=True)
+        )
         captions.append(text if len(curves) == 1 else f"{name}: {text}")
     speeds.append(line("perfect scaling", ends, [best_start * n for n in ends], dashed=True))
     shares.append(line("perfect", ends, [1.0, 1.0], dashed=True))
@@ -271,7 +273,7 @@ def predicted_against_measured(rows: Sequence[Row]) -> list[Item]:
                 y_title=f"measured, {unit}",
                 height=380,
                 series=drawn,
-                caption=f"Median error {error:.0%} over {len(both)} points.",
+                caption=f"Median error {print_share(error, digits=0)} over {len(both)} points.",
             )
         )
     return charts
@@ -290,14 +292,14 @@ class Column:
 POINT_COLUMNS = (
     Column("devices", "devices"),
     Column(SPEED, "tokens/s", lambda v: print_rate(v, unit="")),
-    Column(DEVICE_SPEED, "per device", lambda v: print_rate(v, unit="")),
+    Column(DEVICE_SPEED, "tokens/s per device", lambda v: print_rate(v, unit="")),
     Column("mfu", "MFU", print_share, missing="unknown"),
     Column("memory_bytes", "memory", print_bytes),
-    Column("predicted_memory_bytes", "predicted", print_bytes),
+    Column("predicted_memory_bytes", "predicted memory", print_bytes),
     Column(ENERGY, "J/token, steps only", "{:.3g}".format, missing="not measured"),
-    Column("kwh_per_step", "per step", lambda v: print_joules(v * 3.6e6), missing="not measured"),
-    Column("step_seconds", "step", print_seconds),
-    Column("step_spread", "spread", "{:.1%}".format),
+    Column("kwh_per_step", "energy per step", lambda v: print_joules(v * 3.6e6), missing="not measured"),
+    Column("step_seconds", "step time", print_seconds),
+    Column("step_spread", "spread", print_share),
 )
 
 

@@ -15,7 +15,7 @@ PALETTE = (
     "#6fae3a",
     "#a5573b",
 )
-HEAT = ((0.0, "#2b3a67"), (0.25, "#2f6fde"), (0.5, "#2aa5a0"), (0.75, "#9fc131"), (1.0, "#fde725"))
+HEAT = ((0.0, "#2b3a67"), (0.25, "#2f6fde"), (0.5, "#4fb9b0"), (0.75, "#9fc131"), (1.0, "#fde725"))
 # A cell of a heat map that has a word instead of a number: it ran out of memory, it failed. Readable on light and dark.
 NO_VALUE = "#c9b1ac"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -56,18 +56,18 @@ def css() -> str:
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; background: var(--paper); color: var(--ink); font: 17px/1.5 {FONT}; }}
 main {{ max-width: 1280px; margin: 0 auto; padding: 28px 24px 64px; }}
-h1 {{ font-size: 32px; line-height: 1.2; margin: 0 0 4px; }}
+h1 {{ font-size: 32px; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhere; }}
 h2 {{ font-size: 24px; margin: 44px 0 12px; padding-top: 14px; border-top: 1px solid var(--edge); }}
 h3 {{ font-size: 18px; margin: 18px 0 4px; }}
-p {{ margin: 8px 0; max-width: 78ch; }}
+p {{ margin: 8px 0; max-width: 78ch; overflow-wrap: anywhere; }}
 a {{ color: var(--accent); }}
 .sub, .caption, footer {{ color: var(--soft); }}
 .caption {{ font-size: 15px; margin-top: 2px; }}
 footer {{ margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--edge); font-size: 14px; }}
-.warning {{ border-left: 4px solid #e0851b; background: var(--panel); padding: 8px 14px; border-radius: 4px; }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(175px, 1fr)); gap: 14px; margin: 14px 0; }}
-.card {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 16px; }}
-.card b {{ display: block; font-size: 26px; line-height: 1.25; font-variant-numeric: tabular-nums; }}
+.warning {{ border-left: 4px solid #e0851b; background: var(--panel); padding: 8px 14px; border-radius: 4px; white-space: pre-line; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(158px, 1fr)); gap: 14px; margin: 14px 0; }}
+.card {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 14px; }}
+.card b {{ display: block; font-size: 23px; line-height: 1.25; font-variant-numeric: tabular-nums; }}
 @media (max-width: 1000px) {{ .card {{ padding: 10px 12px; }} .card b {{ font-size: 21px; }} }}
 .card span {{ color: var(--soft); font-size: 15px; }}
 .card i {{ display: block; color: var(--soft); font-size: 13px; font-style: normal; }}
@@ -85,6 +85,13 @@ tr.strong td {{ font-weight: 650; background: var(--panel); }}
 .plot {{ width: 100%; }}
 pre, code {{ font-family: ui-monospace, 'SF Mono', Menlo, Consolas, monospace; font-size: 14px; }}
 pre {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 14px; overflow-x: auto; }}
+@media (max-width: 700px) {{
+  main {{ padding: 14px 12px 48px; }} h1 {{ font-size: 25px; }} h2 {{ font-size: 20px; margin-top: 30px; }}
+  .cards {{ grid-template-columns: repeat(2, 1fr); gap: 10px; }} .card {{ min-width: 0; overflow-wrap: anywhere; }}
+  table:not(.pairs) {{ font-size: 14px; }} table.pairs {{ min-width: 0; }}
+  table.pairs td:first-child {{ padding-right: 12px; }}
+  table.pairs td:last-child:not(.n):not(:first-child) {{ min-width: 0; overflow-wrap: anywhere; }}
+}}
 @media print {{
   @page {{ size: A4; margin: 12mm; }}
   :root {{ color-scheme: light; {_variables(LIGHT)} }}

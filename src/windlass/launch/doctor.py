@@ -31,7 +31,7 @@ from windlass.launch.job import BatchJob, find_partition, plain_environment
 from windlass.launch.slurm import SlurmScheduler
 from windlass.launch.submit import submit_job
 from windlass.processes import usable_cores
-from windlass.units import print_bytes, print_seconds
+from windlass.units import print_bytes, print_seconds, print_share
 
 SLOW_SHARE = 0.85  # a device slower than this share of the median is named: the whole job waits for it
 SLOW_LINK_SHARE = 0.6  # the same for the all-reduce inside a node
@@ -451,7 +451,11 @@ def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     median = statistics.median(rates.values())
     device = device_by_driver_name(str(rank_records[0].get("device")))
     best = device.matmul_tflops if device else None
-    share = f", {median / best:.0%} of the {best:g} that such a device has reached" if best else ", class unknown"
+    share = (
+        f", {print_share(median / best, digits=0)} of the {best:g} that such a device has reached"
+        if best
+        else ", class unknown"
+    )
     yield DoctorCheck(
         "matrix rate",
         "all",
@@ -467,7 +471,7 @@ def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
                 "matrix rate",
                 f"{host}:{local_rank}",
                 "warn",
-                f"{rate:.3g} TFLOP/s, {rate / median:.0%} of the median: the whole job waits for this device",
+                f"{rate:.3g} TFLOP/s, {print_share(rate / median, digits=0)} of the median: the whole job waits for this device",
                 f"exclude the node: launch.sbatch.exclude={host}",
                 {"tflops": rate},
             )
@@ -495,6 +499,6 @@ def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorChec
                     topic,
                     host,
                     "warn",
-                    f"{rate:.3g} GB/s, {rate / median:.0%} of the median",
+                    f"{rate:.3g} GB/s, {print_share(rate / median, digits=0)} of the median",
                     f"a link of this node may be faulty: launch.sbatch.exclude={host}",
                 )

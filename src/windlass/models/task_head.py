@@ -98,7 +98,7 @@ def tuned_model(recipe: Recipe) -> HFTaskModel | None:
         raise ConfigError(
             "convert.task-head",
             f"{recipe.name} has a head for task {tune.task!r}, which no class of transformers has for this model",
-            hint="`windlass finetune` has its scores; export the model that it started from",
+            hint="export the model that fine-tuning started from; `windlass finetune` prints the scores",
         )
     return model
 

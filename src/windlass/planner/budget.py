@@ -109,7 +109,8 @@ def budget(question: Budget, sizes: Sequence[float] = MODEL_SIZES, tokens: Seque
             for row in rows
         },
         **{
-            f"! is beyond what was ever measured; {size_text(row.parameters)}: {'; '.join(row.outside_measured)}": True
+            f"! marks sizes outside what was ever measured; {size_text(row.parameters)}: "
+            f"{'; '.join(row.outside_measured)}": True
             for row in [row for row in rows if row.outside_measured][:1]
         },
         "the PUE is unknown: energy is at the nodes, without facility overhead": b.cluster.grid.pue is None,

@@ -6,9 +6,9 @@ from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, No
 from windlass.planner.budget import Budget, BudgetResult, SizeResult, size_text
 from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon, number
-from windlass.units import print_tokens
+from windlass.units import print_tokens, sentence
 
-BUDGET_COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "per parameter", "MWh", "CO2e", "expected loss")
+BUDGET_COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "tokens per parameter", "MWh", "CO2e", "expected loss")
 
 
 def budget_json(result: BudgetResult) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
         for cells, row in zip(table_rows(result), result.rows, strict=True)
     ]
     laws = " / ".join(law.name for law in LAWS)
-    caveats = f"Expected loss by {laws}; * means extrapolated. {'; '.join(CAVEATS)}."
+    caveats = " ".join(sentence(text) for text in (f"expected loss by {laws}", *CAVEATS))
     columns = (*BUDGET_COLUMNS, *(law.name for law in LAWS), "layout")
     sections = [
         Section(
@@ -170,7 +170,10 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
         ),
         Section("Tokens vs. training time", [curves(result, target)]),
         Section("What fits", [fit_map(result)]),
-        Section("Assumptions and sources", [Note(text) for text in (*result.warnings, *(law.source for law in LAWS))]),
+        Section(
+            "Assumptions and sources",
+            [Note(sentence(text)) for text in (*result.warnings, *(law.source for law in LAWS))],
+        ),
     ]
     return page(
         f"Budget: {limits_text(b)} on {b.cluster.name}",

@@ -15,7 +15,7 @@ from windlass.layout.types import Layout
 from windlass.planner.candidates import enumerate_candidates, legal_degrees, problems
 from windlass.planner.search import TIE, Plan, Plans, estimate_all, plan, rank
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, divisors
+from windlass.units import GIB, divisors, print_share
 
 # A batch or model that differs more is another experiment. A batch is proposed all the same where no layout divides
 # the recipe's own.
@@ -50,7 +50,7 @@ class RecipeChange:
     def describe(self) -> str:
         """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in all), 30.0 of 93.1 GiB`"""
         p = self.plan
-        gain = "" if self.gain is None else f" ({self.gain:+.0%} in all)"
+        gain = "" if self.gain is None else f" ({print_share(self.gain, digits=0, signed=True)} in all)"
         return (
             f"{' '.join(self.overrides)}: {p.candidate.describe()}, "
             f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device{gain}, "
@@ -186,8 +186,8 @@ def adjust_batch(recipe: Recipe, cluster: Cluster, nodes: int | None = None) -> 
     if change is None:
         return recipe, None
     old, new = (task.size.sequences or 0) * task.seq_len, change.plan.batch_tokens
-    gain = "" if change.gain is None else f", {change.gain:+.0%} tokens/s"
-    note = f"data.batch_tokens {old:,} -> {new:,} ({new / old - 1:+.1%}{gain}): "
+    gain = "" if change.gain is None else f", {print_share(change.gain, digits=0, signed=True)} tokens/s"
+    note = f"data.batch_tokens {old:,} -> {new:,} ({print_share(new / old - 1, signed=True)}{gain}): "
     note += f"{new // task.seq_len:,} sequences for {task.devices:,} devices"
     return _with_values(recipe, change.values), note
 

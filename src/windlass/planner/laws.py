@@ -53,10 +53,10 @@ FITTED_TOKENS = (0.3e9, 500e9)
 REPEAT_HALF_LIFE = 15.39
 
 CAVEATS = (
-    "nats per token on English web text (MassiveText) with its 32k tokenizer: another language, mix or tokenizer shifts the level",
-    "compare sizes with each other, not with your own loss curve; bits per byte on your validation set is what to rely on",
-    "fitted to models of 0.04B to 16B parameters and up to about 0.5T tokens; beyond that it is extrapolation",
-    "says nothing about downstream tasks, and assumes a tuned learning rate and a schedule that ends with the run",
+    "the expected loss is in nats per token on English web text (MassiveText) with its 32k tokenizer; another language, mix or tokenizer shifts it",
+    "use it to compare model sizes, not with your own loss curve: for that, rely on bits per byte on your validation set",
+    "it was fitted to models of 0.04B to 16B parameters and up to about 0.5T tokens; values with * are extrapolated",
+    "it says nothing about downstream tasks, and assumes a tuned learning rate and a schedule that ends with the run",
 )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.clusters import Device
-from windlass.units import print_tokens
+from windlass.units import print_share, print_tokens
 
 
 @cache
@@ -20,7 +20,7 @@ def mfu_beyond(mfu: float | None, device: Device, precision: str) -> list[str]:
     if mfu is None or limit is None or mfu <= limit["highest"]:
         return []
     return [
-        f"an MFU of {mfu:.1%} is above the {limit['highest']:.1%} that was ever measured on {device.generation} devices "
+        f"an MFU of {print_share(mfu)} is above the {print_share(limit['highest'])} that was ever measured on {device.generation} devices "
         f"({limit['source']})"
     ]
 

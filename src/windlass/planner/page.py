@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
+from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, fragment, line, page
 from windlass.planner.changes import RecipeChange, recommended
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import RANKING, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
-from windlass.units import GIB, print_seconds, print_tokens
+from windlass.units import GIB, print_seconds, print_share, print_tokens, sentence
 
 # Layouts in a chart; the ranking shows twice as many.
 SHOWN = 8
@@ -41,7 +41,10 @@ def plan_page(
         Section("Where the time of a step goes", [steps]),
         *([Section("More and fewer nodes", _scaling(task, strong, weak))] if strong else []),
         Section("Energy and carbon", _energy(plans)),
-        Section("Assumptions and sources", [*(Note(text, "warning") for text in task.warnings), _cluster_facts(task)]),
+        Section(
+            "Assumptions and sources",
+            [*(Note(sentence(text), "warning") for text in task.warnings), _cluster_facts(task)],
+        ),
     ]
     tokens = print_tokens(plans.plans[0].tokens) if plans.plans else "unknown"
     return page(
@@ -59,7 +62,7 @@ def training_time(p: Plan) -> str:
 
 def mfu_text(p: Plan) -> str:
     """With a * where nobody has measured so much."""
-    return "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}{'*' if p.outside_measured else ''}"
+    return "unknown" if p.step.mfu is None else f"{print_share(p.step.mfu)}{'*' if p.outside_measured else ''}"
 
 
 def outside_measured(plans: Plans) -> list[str]:
@@ -98,9 +101,24 @@ def _labels(plans: Sequence[Plan]) -> list[str]:
     return [f"{p.rank}. {_layout_text(p)}" for p in plans]
 
 
+def plan_fragment(p: Plan) -> str:
+    """One layout in a notebook."""
+    cards = Cards((
+        Card(training_time(p), "training time", f"{amount(p.node_hours)} node-hours"),
+        Card(f"{p.step.tokens_per_second_per_device:,.0f}", "tokens/s per device"),
+        Card(mfu_text(p), f"MFU ({p.step.mfu_convention})"),
+        Card(f"{p.memory.needed / GIB:.1f} GiB", f"of {p.limit_bytes / GIB:.1f} GiB per device"),
+        Card(_energy_text(p.energy.kwh), "energy including facility overhead"),
+        Card(carbon(p.energy.tco2e), "CO2e, location-based"),
+    ))  # fmt: skip
+    return fragment(_layout_text(p), [cards, Note(sentence(p.reason))])
+
+
 def _best(plans: Plans) -> list[Item]:
     task, p = plans.task, plans.best
-    achievable = "" if p.mfu_of_achievable is None else f"; {p.mfu_of_achievable:.0%} of the achievable rate"
+    achievable = (
+        "" if p.mfu_of_achievable is None else f"; {print_share(p.mfu_of_achievable, digits=0)} of the achievable rate"
+    )
     rate = p.step.tokens_per_second_per_device
     needed, limit = f"{p.memory.needed / GIB:.1f} GiB", f"{p.limit_bytes / GIB:.1f} GiB"
     cards = [
@@ -117,7 +135,7 @@ def _best(plans: Plans) -> list[Item]:
         f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
     )
     marks = (Note(f"* {text}", "warning") for text in outside_measured(plans))
-    return [Cards(cards), Note(f"{batch} {p.reason[:1].upper()}{p.reason[1:]}."), *marks]
+    return [Cards(cards), Note(f"{batch} {sentence(p.reason)}"), *marks]
 
 
 def stacked(
@@ -216,7 +234,7 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             p.devices,
             p.best.candidate.describe(),
             f"{rate:,.0f}",
-            f"{rate / (rates[0] or 1.0) / (p.devices / devices[0]):.0%}",
+            f"{print_share(rate / (rates[0] or 1.0) / (p.devices / devices[0]), digits=0)}",
             training_time(p.best),
             _energy_text(p.best.energy.kwh),
         )
@@ -271,8 +289,8 @@ def _energy(plans: Plans) -> list[Item]:
         ("per billion tokens", number(e.kwh_per_billion_tokens, 1, " kWh")),
         (f"CO2e, location-based ({number(grid.g_per_kwh, 1)} g/kWh)", carbon(e.tco2e)),
         (f"CO2e, market-based ({number(grid.market_g_per_kwh, 1)} g/kWh)", carbon(e.market_tco2e)),
-        ("electricity", number(e.euros, 0, " euros")),
-        ("assumed", "; ".join(e.assumed) or "nothing"),
+        ("cost of electricity", number(e.euros, 0, " euros")),
+        ("assumptions", "; ".join(e.assumed) or "none"),
     ]
     return [
         stacked("Energy of the run", _labels(shown), parts, "MWh"),
@@ -282,14 +300,14 @@ def _energy(plans: Plans) -> list[Item]:
 
 def _cluster_facts(task: PlanTask) -> DataTable:
     d, links = task.device, task.cluster.links
-    quoted = f" quoted, {d.silicon_tflops:g} of this part" if d.silicon_tflops else ""
+    quoted = f" (quoted; this model reaches {d.silicon_tflops:g})" if d.silicon_tflops else ""
     rows = [
         ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + quoted),
         ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
         ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")),
         ("usable memory", f"{task.limit_bytes / GIB:.1f} GiB"),
-        ("inside a node", number(links.intra_gbs, 0, " GB/s per device")),
-        ("into the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
+        ("links inside a node", number(links.intra_gbs, 0, " GB/s per device")),
+        ("links to the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),
     ]
     return DataTable(("figure", "value"), rows, right=(1,), caption=f"Sources: windlass clusters {task.cluster.name}")

@@ -22,7 +22,7 @@ from windlass.planner.candidates import (
 )
 from windlass.planner.measured import mfu_beyond
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, nearest
+from windlass.units import GIB, nearest, print_share
 
 # Above this share of a device's memory the estimate's own error decides whether a layout runs; it is then ranked as if
 # it took this many times as long.
@@ -36,8 +36,8 @@ EQUAL = 0.0005
 # What the preferred plan is chosen by, in this order; all but time decide between layouts of equal time.
 RANKED_BY = ("time", "replicas", "accumulation", "mechanisms", "memory")
 RANKING = (
-    f"The first is preferred among those within {TIE:.0%} of the fastest (tight memory counts as "
-    f"{TIGHT_PENALTY - 1:.0%} slower): more replicas, then less accumulation, fewer mechanisms, less memory. "
+    f"The first is preferred among those within {print_share(TIE, digits=0)} of the fastest (tight memory counts as "
+    f"{print_share(TIGHT_PENALTY - 1, digits=0)} slower): more replicas, then less accumulation, fewer mechanisms, less memory. "
     "The others follow by time."
 )
 
@@ -72,6 +72,12 @@ class Plan:
     reason: str = ""
     # Sentences about figures of this layout above the highest that was ever published.
     outside_measured: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows for a plan."""
+        from windlass.planner.page import plan_fragment
+
+        return plan_fragment(self)
 
     @property
     def layout(self) -> Layout:
@@ -307,9 +313,9 @@ def _ranked_by(p: Plan, first: Plan, lowest_days: float) -> str:
 
 def _fit_text(p: Plan) -> str:
     text = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
-    text += ", tight: measure first" if p.memory_share > TIGHT else ""
+    text += ", which is tight: measure first" if p.memory_share > TIGHT else ""
     if p.layout.offload != "none":
-        text += "; nothing fits without offload, whose copies are timed by a textbook rate (20 GB/s to host memory)"
+        text += "; nothing fits without offload; its copies are timed at an assumed 20 GB/s to host memory"
     return text
 
 
@@ -325,9 +331,9 @@ def _first_reason(task: PlanTask, p: Plan, fastest: Plan, preferred_by: str, fit
     others may be better."""
     total, terms = p.step.seconds, p.step.terms
     largest = max(terms, key=terms.__getitem__)
-    spent = f"{terms[largest] / total:.0%} of a step is {largest}"
-    spent += f", {p.step.exposed_communication / total:.0%} waiting for other devices"
-    spent += f", {p.step.bubble / total:.0%} pipeline bubble" if p.step.bubble else ""
+    spent = f"{print_share(terms[largest] / total, digits=0)} of a step is {largest}"
+    spent += f", {print_share(p.step.exposed_communication / total, digits=0)} waiting for other devices"
+    spent += f", {print_share(p.step.bubble / total, digits=0)} pipeline bubble" if p.step.bubble else ""
     is_fastest, replicas, sequences = p.days <= fastest.days, most_replicas(task), task.size.sequences
     title = f"{'fastest' if is_fastest else 'preferred'} of {fitting:,} that fit"
     if sequences is not None and replicas < min(task.devices, sequences):
@@ -336,7 +342,7 @@ def _first_reason(task: PlanTask, p: Plan, fastest: Plan, preferred_by: str, fit
     reason = f"{title}: {spent}; {_fit_text(p)}"
     if is_fastest:
         return reason
-    faster = f"{1 - fastest.days / p.days:.1%} faster, but has {_drawback(fastest, p, preferred_by)}"
+    faster = f"{print_share(1 - fastest.days / p.days)} faster, but has {_drawback(fastest, p, preferred_by)}"
     return f"{reason}; {fastest.candidate.describe()} is {faster}"
 
 
@@ -352,7 +358,7 @@ def _differences(p: Plan, first: Plan) -> dict[str, str]:
 
 def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
     texts = _differences(p, first)
-    tight = f"tight memory (counts as {TIGHT_PENALTY - 1:.0%} slower)"
+    tight = f"tight memory (counts as {print_share(TIGHT_PENALTY - 1, digits=0)} slower)"
     parts = [tight] if p.memory_share > TIGHT >= first.memory_share else []
     return " and ".join([*parts, *([texts[ranked_by]] if ranked_by in texts else [])])
 
@@ -360,7 +366,7 @@ def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
 def _below_reason(p: Plan, first: Plan) -> str:
     """`3.0% slower: +0.51 s/step in matrix products`, or why it stands below the first although it is not slower."""
     if p.slower <= 0:
-        speed = f"{-p.slower:.1%} faster by the estimate" if p.slower < -EQUAL else "as fast"
+        speed = f"{print_share(-p.slower)} faster by the estimate" if p.slower < -EQUAL else "as fast"
         return f"{speed}, not preferred: {_drawback(p, first, p.ranked_by)}" if p.ranked_by else speed
     name, own_seconds, first_seconds = max(term_differences(p, first), key=lambda term: term[1] - term[2])
     extra = own_seconds - first_seconds
@@ -368,7 +374,9 @@ def _below_reason(p: Plan, first: Plan) -> str:
     if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
         texts = _differences(p, first)
         causes.append(f"{texts['replicas']}, so {texts['accumulation']}")
-    return (f"{p.slower:.1%} slower" if p.slower > EQUAL else "as fast") + (f": {', '.join(causes)}" if causes else "")
+    return (f"{print_share(p.slower)} slower" if p.slower > EQUAL else "as fast") + (
+        f": {', '.join(causes)}" if causes else ""
+    )
 
 
 def term_differences(p: Plan, best: Plan) -> list[tuple[str, float, float]]:

@@ -140,7 +140,7 @@ def make_task(
         raise ConfigError(
             "planner.experts-not-priced",
             f"the model has {task.model.experts} experts per layer, whose memory and time the planner does not know",
-            hint="give the run a [layout] and measure it; a dense model would be planned",
+            hint="write a [layout] and measure it; the planner prices dense models only",
         )
     if recipe.layout is not None:
         check_degrees(task.model, complete_layout(recipe.layout, task.size), task.size)

@@ -24,6 +24,7 @@ from windlass.profile.tables import KernelGroupRow, KernelRow, OperatorRow
 from windlass.profile.timeline import CATEGORIES
 from windlass.runs import Run
 from windlass.units import (
+    counted,
     print_bytes,
     print_figure,
     print_joules,
@@ -70,7 +71,7 @@ def _device_shares(job: JobProfile) -> list[tuple[str, str]]:
 
 
 def _row_count(top: int, count: int, rows: str) -> str:
-    return f"the first {top} of {count} {rows}" if count > top else f"{count} {rows}"
+    return f"the first {top} of {count} {rows}s" if count > top else counted(count, rows)
 
 
 def _shorten(name: str, length: int) -> str:
@@ -91,7 +92,7 @@ def summary_table(job: JobProfile) -> DataTable:
         ("category", "us per step", "share", "us incl. hidden"),
         [("Average step", us(job.step_us), "100.00 %", ""), *categories],
         right=(1, 2, 3),
-        caption=f"mean of {job.steps} steps and {len(job.ranks)} ranks; mode {job.mode.value}; "
+        caption=f"mean of {counted(job.steps, 'step')} and {counted(len(job.ranks), 'rank')}; mode {job.mode.value}; "
         f"the rows add up to {total_pct:.2f} %",
     )
 
@@ -178,7 +179,7 @@ def operators_table(rows: Sequence[OperatorRow], top: int) -> DataTable:
         list(columns),
         [[show(o) for show in columns.values()] for o in rows[:top]],
         right=tuple(range(2 if "shapes" in columns else 1, len(columns))),
-        caption=_row_count(top, len(rows), "operators"),
+        caption=_row_count(top, len(rows), "operator"),
     )
 
 
@@ -205,7 +206,7 @@ def kernels_table(rows: Sequence[KernelRow], top: int) -> DataTable:
             for k in rows[:top]
         ],
         right=tuple(range(2, 7)),
-        caption=_row_count(top, len(rows), "kernels"),
+        caption=_row_count(top, len(rows), "kernel"),
     )
 
 
@@ -339,7 +340,10 @@ def diff_table(first_column: str, rows: Sequence[RowChange], columns: dict[str, 
     def change_cells(change: Change) -> tuple[str, str, str, str]:
         return f"{change.baseline:,.0f}", f"{change.experiment:,.0f}", f"{change.delta:+,.0f}", print_percent(change)
 
-    headings = [first_column, *(cell for heading in columns for cell in (f"{heading} base", "exp", "delta", "%"))]
+    headings = [
+        first_column,
+        *(cell for heading in columns for cell in (f"{heading} base", "exp", "delta", f"{heading} %")),
+    ]
     return DataTable(
         headings,
         [
@@ -347,7 +351,7 @@ def diff_table(first_column: str, rows: Sequence[RowChange], columns: dict[str, 
             for row in rows[:top]
         ],
         right=tuple(range(1, len(headings))),
-        caption=_row_count(top, len(rows), f"{first_column}s"),
+        caption=_row_count(top, len(rows), first_column),
     )
 
 
@@ -396,7 +400,7 @@ def kernel_group_diff_table(rows: Sequence[RowChange]) -> DataTable:
                 pct(group_share.experiment, 1),
             )
         )
-    columns = ("group", "calls base", "exp", "us base", "exp", "delta", "%", "share base", "exp")
+    columns = ("group", "calls base", "exp", "us base", "exp", "delta", "us %", "share base", "exp")
     return DataTable(columns, cells, right=tuple(range(1, len(columns))))
 
 
@@ -418,7 +422,7 @@ def kernel_group_bars(jobs: Sequence[JobProfile]) -> Chart:
 
 def differences_table(rows: Sequence[KeyDifference], labels: Sequence[str]) -> DataTable:
     cells = [(r.key, *("not set" if v is None else str(v) for v in r.values)) for r in rows]
-    return DataTable(("key", *labels), cells, caption=f"{len(rows)} differences" if rows else "no differences")
+    return DataTable(("key", *labels), cells, caption=counted(len(rows), "difference") if rows else "no differences")
 
 
 def performance_table(rows: Sequence[RunPerformance]) -> DataTable:
@@ -432,7 +436,7 @@ def performance_table(rows: Sequence[RunPerformance]) -> DataTable:
         "MFU": lambda p: print_share(p.mfu),
         "memory, highest device": lambda p: print_bytes(p.memory_bytes),
         "training loss": lambda p: NOT_MEASURED if p.final_loss is None else print_figure(p.final_loss, 4),
-        "goodput": lambda p: print_share(p.goodput, "not known"),
+        "goodput": lambda p: print_share(p.goodput),
         "node-hours": lambda p: print_node_hours(p.node_hours),
         "energy": lambda p: print_energy_basis(p.energy),
         "energy per token": lambda p: print_joules(p.joules_per_token),

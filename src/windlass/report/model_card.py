@@ -103,7 +103,8 @@ def data_section(summary: RunSummary) -> Section:
         name = store_name(redact_text(str(store)))
         unreached = f"No data ledger: the manifest has none, and the token store {name} cannot be reached from here."
         synthetic = "Synthetic tokens: the run had no token store, so there is no ledger."
-        return Section("Data", (Note(unreached if store else synthetic),), id="data")
+        unknown = "Unknown: the recipe of this run cannot be read."
+        return Section("Data", (Note(unreached if store else synthetic if data else unknown),), id="data")
     columns = ("source", "kind", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
     store = store_name(field(summary.data, "store", "path", unknown="unknown"))
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."

@@ -22,7 +22,6 @@ from windlass.report.model_card import content_summary, data_section, model_card
 from windlass.report.redact import redact
 from windlass.report.tables import (
     checkpoint_table,
-    counted,
     energy_rows,
     figure,
     kwh,
@@ -39,6 +38,7 @@ from windlass.runs.events import Evaluated, ExpertLoads, LayersMeasured, Resumed
 from windlass.runs.folder import Run
 from windlass.units import (
     WATT_HOURS_FROM,
+    counted,
     print_bytes,
     print_seconds,
     print_tokens,
@@ -141,9 +141,9 @@ def overview(s: RunSummary) -> Section:
         ("model", s.model),
         ("parameters", figure(s, "parameters")),
         ("data", f"{source}, sequences of {data.get('seq_len', '?')}, "
-         f"batch {print_tokens(data.get('batch_tokens'))} tokens"),
+         f"batch {print_tokens(data.get('batch_tokens'))} tokens" if data else "unknown"),
         ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} "
-         f"({s.device or 'unknown device'})"),
+         f"({s.device or 'unknown device'})" if s.nodes or s.world_size or s.device else s.cluster),
         ("layout", layout_text(s.layout) or "one device holds everything"),
         ("training period", period(s)),
         ("step", "none yet" if s.step is None else figure(s, "step")),
@@ -155,7 +155,7 @@ def overview(s: RunSummary) -> Section:
 
 def curves(s: RunSummary, columns: Columns) -> list[Item]:
     if not len(columns):
-        return [Note("metrics.jsonl holds no line yet.")]
+        return [Note("No step is logged yet (metrics.jsonl is empty).")]
     steps, names, passes = columns.get("step"), columns.names(), validations(s, columns)
     validation = [points("validation", [x for x, _ in passes], [y for _, y in passes])] if passes else []
     places = [(step_of(e, columns), MARKS[e.event]) for e in s.events if e.event in MARKS]
@@ -181,9 +181,7 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     return [
         *charts,
         *map(expert_heat, loads),
-        Note(
-            "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
-        ),
+        Note("Where a resume repeated steps, the curves show the last repetition."),
     ]
 
 
@@ -256,8 +254,8 @@ def life(s: RunSummary, columns: Columns) -> Section:
         ages = ["?" if e.time is None else print_seconds(e.time - (s.started_at or 0.0)) for e in shown]
         events = [(age, when(e.time), redact_text(e.describe())) for age, e in zip(ages, shown, strict=True)]
         strong = [i for i, e in enumerate(shown) if e.event in STRONG_EVENTS]
-        items.append(DataTable(("after", "time", "event"), events, strong=strong))
-    return Section("Run timeline", tuple(items) or (Note("events.jsonl holds no event."),), id="life")
+        items.append(DataTable(("after", "time", "event"), events, strong=strong, unbroken=(0, 1)))
+    return Section("Run timeline", tuple(items) or (Note("No event is recorded (events.jsonl is empty)."),), id="life")
 
 
 # (least joules, joules of one unit, unit), as the table beside the chart prints them
@@ -300,12 +298,12 @@ def energy(s: RunSummary) -> Section:
                 for kind, colour in ENERGY_KINDS.items()
                 if any(k == kind for k, _, _ in rows)
             ],
-            caption="Sources contained in another one are shown, not added.",
+            caption="A source that is part of another is shown, but not added to the total.",
         )
         items += [source_table(s.energy), chart]
-    items.append(DataTable(("", "", "source"), energy_rows(s)))
+    items.append(DataTable(("quantity", "value", "source or method"), energy_rows(s), unbroken=(1,)))
     if missing := sorted((name, redact_text(reason)) for name, reason in s.energy.ledger.missing.items()):
-        items.append(DataTable(("not read", "reason"), missing, caption="On at least one node."))
+        items.append(DataTable(("sensor", "why it was not read"), missing, caption="On at least one node."))
     return Section("Energy and carbon", tuple(items), id="energy")
 
 
@@ -325,13 +323,13 @@ def evaluation(s: RunSummary) -> Section:
     for e in newest.values():
         value, low, high, count, step = (known_float(e.get(k)) for k in ("value", "low", "high", "count", "step"))
         interval = "unknown" if low is None else f"{number(low)} to {number(high)}"
-        texts = (redact_text(str(e.get(key, ""))) for key in names)
+        texts = (redact_text(str(e.get(key, "")).replace("_", " ")) for key in names)
         rows.append((*texts, number(value), interval, number(count, 12, ""), number(step, 12, "")))
     if rows:
         columns = (*names, "value", "95 % interval", "items", "step")
         caption = "Written by `windlass eval`; the newest of each."
         items.append(DataTable(columns, rows, right=(3, 4, 5, 6), caption=caption))
-    items = items or [Note("None recorded; `windlass eval RUN` writes eval.jsonl.")]
+    items = items or [Note("No scores are recorded; `windlass eval RUN` adds them.")]
     return Section("Evaluation", tuple(items), id="evaluation")
 
 
@@ -396,7 +394,11 @@ def environment(s: RunSummary) -> Section:
     texts: dict[str, Callable[[Any], str]] = {"started_at": when, "memory_bytes": print_bytes}
     values = {k: v for k, v in s.manifest.items() if k != "data" and not isinstance(v, (dict, list))}
     rows = [
-        (k, redact_text(str(v) if known_float(v) is None else texts.get(k, str)(v))) for k, v in redact(values).items()
+        (
+            k.removesuffix("_bytes").replace("_", " "),
+            redact_text(str(v) if known_float(v) is None else texts.get(k, str)(v)),
+        )
+        for k, v in redact(values).items()
     ]
     packages, earlier = s.manifest.get("packages"), s.manifest.get("earlier")
     if isinstance(packages, dict):
@@ -404,7 +406,12 @@ def environment(s: RunSummary) -> Section:
     if isinstance(earlier, list) and earlier:
         rows.append(("earlier starts", str(len(earlier))))
     recipe = escape(json.dumps(redact(s.recipe), indent=2))
-    items = (DataTable(("", ""), rows), Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>"))
+    items = (
+        DataTable(("", ""), rows)
+        if rows
+        else Note("Nothing is recorded about hardware and software (no manifest.json)."),
+        Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>"),
+    )
     return Section("Environment", items, id="environment")
 
 
@@ -412,11 +419,11 @@ def conventions() -> Section:
     rows = (
         ("MFU", "model FLOPs per second / dense bf16 peak; 6 x parameters without the input embedding + 12 x layers x "
          "width x sequence per token; recomputation not counted (HFU counts it)"),
-        ("throughput", "tokens of the whole job per second of the step; start-up, saving and lost time are in goodput"),
-        ("goodput", "time of steps that the final weights contain / wall time of the run"),
-        ("IT energy", "energy that the sensors of the nodes counted; nested sources are never added; switches, storage "
-         "and cooling are not in it"),
-        ("PUE", "energy of the facility / energy of its computers, a yearly mean of the site"),
+        ("throughput", "tokens of the whole job per second of training steps; goodput also counts start-up, saving and lost time"),
+        ("goodput", "time of the steps that are part of the final weights / wall time of the run"),
+        ("IT energy", "energy measured by the sensors of the nodes, without switches, storage and cooling; a sensor that is "
+         "part of another is not added"),
+        ("PUE", "energy of the data centre / energy of its computers, a yearly mean of the site"),
         ("location-based", "energy with PUE x the country's mean grid intensity"),
         ("market-based", "energy with PUE x the intensity of the site's contract"),
         ("modelled", "from data-sheet power; never part of a measured figure"),
@@ -473,7 +480,7 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
-    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
+    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2e", "power")
     table = DataTable(columns, rows, right=tuple(range(2, 10)))
     items = (*joint_items(summaries, sums), table, Note(text))
     return [Section(counted(len(summaries), "run"), items, id="all", is_page=True)]

@@ -9,6 +9,7 @@ from windlass.energy.totals import RunEnergy
 from windlass.figures import DataTable
 from windlass.report.collect import RunSummary
 from windlass.units import (
+    counted,
     print_bytes,
     print_figure,
     print_joules,
@@ -65,8 +66,8 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory, highest device": ("memory_bytes", print_bytes),
     "parameters": ("parameters", count),
     "devices": ("world_size", count),
-    "goodput": ("life.goodput", lambda value: print_share(value, "not known")),
-    "goodput without waits": ("life.goodput_active", lambda value: print_share(value, "not known")),
+    "goodput": ("life.goodput", print_share),
+    "goodput without waits": ("life.goodput_active", print_share),
     "wall time": ("life.wall_seconds", print_seconds),
     "node-hours": ("node_hours", print_node_hours),
     "lost steps": ("life.lost_steps", count),
@@ -99,13 +100,8 @@ def progress(summary: RunSummary) -> str:
 def period(summary: RunSummary) -> str:
     """From the first to the last sign of life."""
     if summary.started_at is None and summary.updated_at is None:
-        return "dates not known"
+        return "dates unknown"
     return f"{when(summary.started_at)} to {when(summary.updated_at)}"
-
-
-def counted(count: int | None, word: str) -> str:
-    """`1 node`, `2 nodes`, `? nodes`."""
-    return f"{'?' if count is None else count} {word}" + ("" if count == 1 else "s")
 
 
 def when(seconds: float | None) -> str:
@@ -132,13 +128,13 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
         (f"IT energy{tag}", figure(summary, "IT energy"), basis),
         ("PUE", number(c.pue.value, 3, "unknown"), c.pue.source),
         (f"with PUE{tag}", figure(summary, "energy with PUE"), "IT energy x PUE" if is_facility else "PUE unknown"),
-        (f"CO2, location-based{tag}", figure(summary, "CO2e, location-based"), factor(c.grid.value, c.grid.source)),
+        (f"CO2e, location-based{tag}", figure(summary, "CO2e, location-based"), factor(c.grid.value, c.grid.source)),
         (
-            f"CO2, location-based, IT only{tag}",
+            f"CO2e, location-based, IT only{tag}",
             print_carbon(c.location_it_only_kg),
             "without PUE, for comparison with reports that omit it",
         ),
-        (f"CO2, market-based{tag}", figure(summary, "CO2e, market-based"), factor(c.market.value, c.market.source)),
+        (f"CO2e, market-based{tag}", figure(summary, "CO2e, market-based"), factor(c.market.value, c.market.source)),
         (
             f"per billion tokens{tag}",
             figure(summary, "energy per billion tokens"),
@@ -152,7 +148,7 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
         rows.append(("mean power", figure(summary, "mean power"), over))
     if ledger.startup_joules is not None:
         rows.append(("before the first steps", print_joules(ledger.startup_joules), "imports, compilation, loading"))
-    forecast = "no plan.json with energy" if e.forecast_kwh is None else "whole run, with PUE"
+    forecast = "plan.json has no energy" if e.forecast_kwh is None else "whole run, with PUE"
     rows += [("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
     return [*rows, ("", "", c.co2_equivalent)] if c.co2_equivalent else rows
 
@@ -193,7 +189,7 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 def segment_table(summary: RunSummary) -> DataTable:
     """One row per process group: a job of a chain, a restart, a requeue."""
-    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up", "of it loading")
+    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "steps lost", "start-up", "loading")
     rows = [
         (
             str(index),
@@ -208,8 +204,8 @@ def segment_table(summary: RunSummary) -> DataTable:
         )
         for index, part in enumerate(summary.life.segments if summary.life else (), 1)
     ]
-    caption = "Each attempt is one group of processes; an interruption ends one, a resume starts the next."
-    return DataTable(columns, rows, right=(2, 4, 5, 6, 7, 8), caption=caption)
+    caption = "An interruption ends an attempt, and a resume begins the next. Start-up includes loading."
+    return DataTable(columns, rows, right=(2, 4, 5, 6, 7, 8), unbroken=(1,), caption=caption)
 
 
 def checkpoint_table(summary: RunSummary) -> DataTable:

@@ -10,11 +10,11 @@ from rich.text import Text
 from windlass.energy.totals import print_energy_basis
 from windlass.report.collect import HIDDEN_EVENTS, RunSummary, collect, sample_columns
 from windlass.report.columns import LONG_FILE_BYTES, Columns
-from windlass.report.tables import counted, figure, number, progress, silence, state
+from windlass.report.tables import figure, number, progress, silence, state
 from windlass.runs.events import LayersMeasured, Saved
 from windlass.runs.folder import Run
 from windlass.runs.measured import Numbers, known, last_known
-from windlass.units import print_seconds, print_watts
+from windlass.units import counted, print_seconds, print_watts
 
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}

@@ -14,9 +14,9 @@ from windlass.report.model_card import content_summary, data_section, front_matt
 from windlass.report.redact import publishable, redact
 from windlass.report.sections import evaluation, joined, sections, together
 from windlass.report.sweeps import SweepView
-from windlass.report.tables import counted, period
+from windlass.report.tables import period
 from windlass.runs.folder import Run
-from windlass.units import print_text
+from windlass.units import counted, print_text
 
 # What came from a run is shown as text, never as markup.
 _SPECIAL = str.maketrans({

@@ -2,6 +2,7 @@
 
 import re
 import resource
+from textwrap import shorten
 
 import torch
 
@@ -47,9 +48,12 @@ def explain(error: BaseException, run: Run) -> BaseException:
         )
     if not isinstance(error, WindlassError) and kind_of(error) == "lost":
         first = text.splitlines()[0] if text else type(error).__name__
+        first = shorten(
+            re.sub(r"\[/\S+:\d+\]", "", first), 160, placeholder=" ..."
+        )  # without the line of gloo's source
         return LostWorkerError(
             "train.worker-lost",
-            f"another worker exited while this one waited for it ({first[:160]})",
+            f"another worker exited while this one waited for it ({first})",
             hint=f"see {run.ranks} for that worker's error; the run continues from its last checkpoint when restarted",
         )
     return error if isinstance(error, WindlassError) else lack_of_memory(error) or error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.config.save import SaveConfig, parse_interval
-from windlass.units import print_seconds
+from windlass.units import print_seconds, print_share
 
 # The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the
 # restart costs.
@@ -46,7 +46,7 @@ def choose_interval(
     if seconds < max(by_stall, by_write):
         seconds = max(by_stall, by_write)
         reasons.append(
-            f"but at least {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time"
+            f"but at least {print_seconds(by_stall)}, so that training waits at most {print_share(STALL_SHARE, digits=0)} of the time"
             if by_stall >= by_write
             else f"but at least twice the {print_seconds(write_seconds)} that writing takes"
         )

@@ -55,7 +55,7 @@ from windlass.train.tuning import (
 )
 from windlass.train.validate import Validator, open_validator
 from windlass.train.watchdog import Heartbeat
-from windlass.units import print_bytes, print_seconds
+from windlass.units import print_bytes, print_seconds, print_share
 
 
 def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence[Hook] = (), say: Say = print) -> int:
@@ -346,7 +346,7 @@ def trial_step(training: Training) -> str:
     training.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device)
     needed, difference = print_bytes(peak), (predicted - peak) / peak
-    return f"memory: a trial step needed {needed}; predicted {print_bytes(predicted)} ({difference:+.0%})"
+    return f"memory: a trial step needed {needed}; predicted {print_bytes(predicted)} ({print_share(difference, digits=0, signed=True)})"
 
 
 def announce(

@@ -81,13 +81,13 @@ def utilization_advice(utilization: list[float]) -> str:
     if not utilization:
         return ""
     mean, (low, high) = sum(utilization) / len(utilization), UTILIZATION_BAND
-    text = f"GPU utilization {mean:.0%}"
+    text = f"GPU utilization {print_share(mean, digits=0)}"
     if mean < low:
         advice = "check data_seconds, try a larger layout.micro_batch or train.compile, or run `windlass profile`"
-        return f"{text}, below {low:.0%}: the devices are waiting; {advice}"
+        return f"{text}, below {print_share(low, digits=0)}: the devices are waiting; {advice}"
     if mean > high:
-        return f"{text}, above {high:.0%}: the devices are never idle; MFU shows whether they compute well"
-    return f"{text}, inside the target range of {low:.0%} to {high:.0%}"
+        return f"{text}, above {print_share(high, digits=0)}: the devices are never idle; MFU shows whether they compute well"
+    return f"{text}, inside the target range of {print_share(low, digits=0)} to {print_share(high, digits=0)}"
 
 
 def cut_at_parts(text: str, width: int) -> str:

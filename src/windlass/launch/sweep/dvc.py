@@ -38,7 +38,7 @@ def write_dvc(loaded: LoadedSweep, points: Sequence[SweepPoint], path: Path) -> 
     """One stage with a matrix over the points, without the excluded ones and with the included ones."""
     if path.exists():
         raise RunError(
-            "sweep.file-exists", f"{path} already exists", hint="name a new file; copy the stage over by hand"
+            "sweep.file-exists", f"{path} already exists", hint="name a new file, then copy the stage by hand"
         )
     sweep, folder, file = loaded.sweep, f"runs/{loaded.sweep.name}", loaded.path
     # DVC starts a stage in the folder of its dvc.yaml; the sweep's paths are relative to this folder.
@@ -94,7 +94,7 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
         raise ConfigError(
             "sweep.dvc-matrix",
             f"{origin}: its matrix must map axes to lists of values",
-            hint="matrix: {model: [small, large]}",
+            hint="write it like matrix: {model: [small, large]}",
         )
     lines = stage["cmd"] if isinstance(stage["cmd"], list) else str(stage["cmd"]).splitlines()
     # DVC starts each line in a shell of its own, one after another, as long as all succeed.
@@ -116,7 +116,7 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
         raise ConfigError(
             "sweep.invalid-file",
             f"{origin}: {'; '.join(problems)}",
-            hint="docs/guides/sweep.md says what is read of a dvc.yaml",
+            hint="docs/guides/sweep-commands.md lists what windlass reads from a dvc.yaml",
         )
     return sweep
 
@@ -173,8 +173,8 @@ def _as_template(text: str, matrix: Mapping[str, Sequence[Any]], origin: str) ->
         elif len(path) < 2 or path[0] != "item":
             raise ConfigError(
                 "sweep.dvc-value-missing",
-                f"{origin}: ${{{part}}} is not a value",
-                hint="${item.AXIS} is one, or ${key}",
+                f"{origin}: ${{{part}}} has no value",
+                hint="write ${item.AXIS} for an axis of the matrix, or ${key} for a key of params.yaml or `vars`",
             )
         else:
             for value in look_up(path[1], matrix, origin):
@@ -221,11 +221,13 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError(
             "sweep.dvc-values-unreadable",
             f"{path} cannot be read: {error.strerror}",
-            hint="it is named in `vars` of the dvc.yaml",
+            hint="correct its name in `vars` of the dvc.yaml, or restore the file",
         ) from None
     except ValueError as error:
         raise ConfigError(
-            "sweep.dvc-values-invalid", f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml"
+            "sweep.dvc-values-invalid",
+            f"{path} is not valid: {error}",
+            hint="correct the file: the dvc.yaml takes its values from it",
         ) from None
     return value if isinstance(value, Mapping) else {}
 

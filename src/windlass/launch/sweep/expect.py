@@ -17,6 +17,7 @@ from windlass.layout.rules import nearest_batches
 from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import Plan, estimate_plan, on_devices, search
 from windlass.planner.task import PlanTask, make_task
+from windlass.units import print_share
 
 # Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 %
 # (benchmarks/results/planner_accuracy.md).
@@ -171,7 +172,7 @@ def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> E
     kwh = plan.energy.kwh
     return Expectation(
         verdict="fits" if needed <= limit else "oom",
-        reason=f"{share}, {chance:.0%} sure to be too much" if chance > 0.05 else (reason or share),
+        reason=f"{share}, {print_share(chance, digits=0)} sure to be too much" if chance > 0.05 else (reason or share),
         oom_chance=chance,
         skip=chance >= sweep.skip_oom,
         memory_bytes=needed,

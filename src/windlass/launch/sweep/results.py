@@ -175,7 +175,7 @@ def read_results(path: Path) -> Row:
         raise ConfigError(
             "sweep.results-invalid",
             f"the results file {path} is not valid: {fault}",
-            hint="JSON object, JSON lines or CSV",
+            hint="the command must write one JSON object, JSON lines or CSV",
         )
     return _flat(value)
 
@@ -294,7 +294,7 @@ def check_pick(sweep_run: SweepRun, path: Path) -> None:
         raise ConfigError(
             "sweep.pick-needs-recipe",
             "--pick writes a recipe, and this sweep runs a command",
-            hint="results.csv has the ranking",
+            hint="see the ranking in results.csv",
         )
     if path.exists():
         raise RunError("sweep.file-exists", f"{path} already exists", hint="choose another file name for --pick")

@@ -37,9 +37,9 @@ from windlass.report.sections import (
     validations,
 )
 from windlass.report.sweeps import compared, find_sweeps
-from windlass.report.tables import counted, figure, progress, state
+from windlass.report.tables import figure, progress, state
 from windlass.runs.metrics import METRICS
-from windlass.units import print_seconds
+from windlass.units import counted, print_seconds
 
 Query = Mapping[str, Sequence[str]]
 MAX_RUNS = 30
@@ -278,7 +278,7 @@ def data_json(folder: Folder, query: Query) -> dict[str, Any]:
         shared.setdefault(json.dumps(section_json(data_section(view.summary()))), []).append(view)
     parts = []
     for section, (view, *others) in shared.items():
-        more = f" and {counted(len(others), 'more run')} with the same ledger" if others else ""
+        more = f" and {counted(len(others), 'more run')} with the same data" if others else ""
         parts.append({**json.loads(section), "title": view.summary().name + more, "run": view.name})
     if not parts:
         parts = [section_json(Section("", (Note(f"No run in {folder.root} yet: a ledger appears with its run."),)))]
@@ -335,7 +335,7 @@ def section_json(section: Section) -> dict[str, Any]:
     items: list[dict[str, Any]] = []
     for item in section.items:
         if isinstance(item, DataTable):
-            lists = {key: list(getattr(item, key)) for key in ("columns", "right", "strong")}
+            lists = {key: list(getattr(item, key)) for key in ("columns", "right", "strong", "unbroken")}
             items.append({"kind": "table", "rows": item.texts(), "caption": item.caption, **lists})
         elif isinstance(item, Cards):
             items.append({"kind": "cards", "cards": [asdict(card) for card in item.cards]})

@@ -47,6 +47,6 @@ def write_notes(run: Run, raw: dict[str, Any]) -> RunNotes:
         raise RunError(
             "report.notes-not-written",
             f"{run.name}/{run.notes_file.name} cannot be written: {error.strerror}",
-            hint="only who may write in the run folder can keep notes there",
+            hint="you need write permission in the run folder to keep notes",
         ) from None
     return notes

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from windlass.errors import LaunchError
+from windlass.figures.html import PLOTS
 from windlass.figures.theme import DARK, LIGHT, css
 from windlass.files import json_safe
 from windlass.report.dash.api import NotFound, answer, save_notes
@@ -261,6 +262,7 @@ SCRIPTS = ("app", "draw", "runs", "run", "planner")
 ASSETS: dict[str, tuple[Any, ...]] = {
     "/": ((STATIC / "index.html").read_bytes, "text/html"),
     **{f"/{name}.js": ((STATIC / f"{name}.js").read_bytes, "text/javascript") for name in SCRIPTS},
+    "/plots.js": (PLOTS.read_bytes, "text/javascript"),
     "/app.css": (stylesheet, "text/css"),
     "/plotly.js": (plotly, "text/javascript", {"Content-Encoding": "gzip", "Cache-Control": "max-age=86400"}),
 }

@@ -7,6 +7,7 @@ Each schedule is one module with `lr_factor(optim, tokens, total) -> float`: the
 
 from windlass.config import OptimConfig
 from windlass.registry import SCHEDULES
+from windlass.units import print_share
 
 
 def learning_rate(optim: OptimConfig, tokens: int, total: int) -> float:
@@ -26,12 +27,12 @@ def schedule_note(optim: OptimConfig, total: int) -> str:
     if optim.warmup > total:
         return (
             f"learning rate: warm-up takes {optim.warmup:,} tokens and the run has {total:,}, "
-            f"so it ends at {max(total, 1) / optim.warmup if optim.lr else 0.0:.0%} of optim.lr"
+            f"so it ends at {print_share(max(total, 1) / optim.warmup if optim.lr else 0.0, digits=0)} of optim.lr"
         )
     start = SCHEDULES.load(optim.schedule)(optim, optim.warmup, total)
     if start < 1.0:
         return (
             f"learning rate: warm-up ({optim.warmup:,} tokens) and schedule {optim.schedule} are longer than the run's "
-            f"{total:,} tokens, so after the warm-up it continues at {start:.0%} of optim.lr"
+            f"{total:,} tokens, so after the warm-up it continues at {print_share(start, digits=0)} of optim.lr"
         )
     return ""

@@ -153,6 +153,5 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 const theme = localStorage.getItem("theme");
 if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 window.addEventListener("hashchange", () => { window.scrollTo(0, 0); show(); }); /* another page begins at its top */
 show();

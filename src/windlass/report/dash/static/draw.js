@@ -13,62 +13,6 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
-/* Plotly reads <b> and <a> in the texts it draws. */
-function safe(text) {
-  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-}
-
-function resolve(value, style) {
-  if (typeof value === "string") {
-    const match = /^var\((--[a-z]+)\)$/.exec(value);
-    return match ? style.getPropertyValue(match[1]).trim() : value;
-  }
-  if (Array.isArray(value)) return value.map((v) => resolve(v, style));
-  if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, resolve(v, style)]));
-  return value;
-}
-
-const figures = new Map(); /* box -> figure, to draw again when light and dark change */
-
-/* Plotly does not wrap: a text of its own language, in lines of at most so many characters, at spaces where there are some. */
-function wrapped(text, most) {
-  const plain = String(text).replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
-  return (plain.match(new RegExp(`.{1,${most}}(?:\\s|$)|\\S{1,${most}}`, "g")) || [""]).map((line) => safe(line.trim()));
-}
-
-/* In a narrow window titles and long labels take several lines, and a legend beside the chart, which would leave it no room, goes below; the chart grows by that much. */
-function narrow(box, { data, layout }) {
-  const width = box.clientWidth;
-  if (!width || width >= 860) return;
-  const lines = wrapped(layout.title.text, Math.floor(width / 10));
-  let above = 22 * (lines.length - 1), below = 0;
-  Object.assign(layout.title, { text: lines.join("<br>"), yanchor: "top", pad: { t: above / 2 + 2 } });
-  if (layout.yaxis.type === "category") {
-    const names = [...new Set(data.flatMap((trace) => trace.y))].slice(0, 100);
-    Object.assign(layout.yaxis, { tickmode: "array", tickvals: names, ticktext: names.map((n) => wrapped(n, Math.max(12, Math.floor(width / 22))).join("<br>")) });
-    layout.yaxis.tickfont = { ...layout.yaxis.tickfont, size: 12 };
-  }
-  if (layout.showlegend && layout.legend && layout.legend.orientation === "v") {
-    const across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(width / 230)); /* long labels leave room for one */
-    below = 10 + 22 * Math.ceil(data.length / across);
-    layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
-  }
-  layout.margin = { ...layout.margin, t: layout.margin.t + above, b: layout.margin.b + below };
-  layout.height += above + below;
-  box.style.height = `${layout.height}px`;
-}
-
-const touch = matchMedia("(pointer: coarse)");
-
-function plot(box, figure) {
-  figures.set(box, figure);
-  const drawn = resolve(figure, getComputedStyle(document.documentElement));
-  box.style.height = `${drawn.layout.height}px`;
-  narrow(box, drawn);
-  if (touch.matches) drawn.layout.dragmode = false; /* a finger on a chart scrolls the page */
-  Plotly.react(box, drawn.data, drawn.layout, { responsive: true, displaylogo: false, displayModeBar: false });
-}
-
 function download(name, href) {
   const link = el("a", { href, download: name });
   document.body.append(link);
@@ -97,21 +41,6 @@ function tools(box, name, csv) {
 function fileName(...parts) {
   return parts.join("-").replace(/[^A-Za-z0-9._-]+/g, "_").slice(0, 100);
 }
-
-function redraw() {
-  for (const [box, figure] of figures) {
-    if (box.isConnected) plot(box, figure);
-    else figures.delete(box);
-  }
-}
-
-let widthBefore = innerWidth, resized = null;
-window.addEventListener("resize", () => {
-  if (innerWidth === widthBefore) return; /* a phone that hides its address bar */
-  widthBefore = innerWidth;
-  clearTimeout(resized);
-  resized = setTimeout(redraw, 150);
-});
 
 function layout(title, xTitle, yTitle, height) {
   const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", linecolor: "var(--soft)", tickfont: { color: "var(--ink)", size: 14 }, automargin: true };
@@ -150,8 +79,8 @@ function spark(values) {
 }
 
 function table(item) {
-  const right = new Set(item.right), strong = new Set(item.strong);
-  const cell = (tag, text, i) => el(tag, { class: right.has(i) ? "n" : String(text).length > 60 ? "wrap" : null }, text);
+  const right = new Set(item.right), strong = new Set(item.strong), unbroken = new Set(item.unbroken);
+  const cell = (tag, text, i) => el(tag, { class: right.has(i) ? "n" : unbroken.has(i) ? "whole" : String(text).length > 60 ? "wrap" : null }, text);
   const titled = item.columns.some((c) => c);
   const head = titled ? el("thead", null, el("tr", null, item.columns.map((c, i) => cell("th", c, i)))) : null;
   const named = (c, r) => (item.links && item.links[r] ? el("td", { class: "wrap" }, el("a", { href: address("run", item.links[r]) }, c)) : cell("td", c, 0));

@@ -10,7 +10,11 @@ const picked = new Set(); /* names of runs */
 const compare = { key: "loss", x: "step", log: "", mean: "1" };
 const listed = { words: "", state: "", sortBy: "updated_at", down: true, at: null };
 const UNITS = { loss: "nats per token", val_loss: "nats per token", tokens_per_second: "tokens/s", tokens_per_second_per_device: "tokens/s", step_seconds: "s", data_seconds: "s", spread_seconds: "s", memory_bytes: "GiB", watts: "W", energy_joules: "J", joules_per_token: "J per token", mfu: "share of peak", hfu: "share of peak", utilization: "share" };
-const MEANS = { 1: "as logged", 10: "mean of 10 lines", 100: "mean of 100 lines", 1000: "mean of 1000 lines" };
+const MEANS = { 1: "as logged", 10: "mean of 10 points", 100: "mean of 100 points", 1000: "mean of 1000 points" };
+
+function sentence(text) {
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
+}
 
 function scaled(key, values) {
   return key === "memory_bytes" ? values.map((v) => (v === null ? null : v / 2 ** 30)) : values;
@@ -100,12 +104,12 @@ async function runsPage(query, mine) {
   }
   function row(r, twice) {
     const tick = el("input", { type: "checkbox", "aria-label": `compare ${r.name}`, checked: picked.has(r.path), on: { change: () => { tick.checked ? picked.add(r.path) : picked.delete(r.path); draw(true); } } });
-    const silent = r.status === "silent" ? "no new line for long: is the job still in the queue's list?" : null;
+    const silent = r.status === "silent" ? "no new line for a long time; check the job with squeue" : null;
     const chips = r.tags.map((tag) => el("button", { class: "tag", type: "button", title: "show runs with this tag", on: { click: () => { filter.value = listed.words = tag; fill(); } } }, tag));
     const cells = [
       tick,
       [el("a", { href: address("run", r.path) }, breakable(r.name)), twice || !r.name.endsWith(r.path.split("/").pop()) ? el("div", { class: "faint" }, breakable(r.path)) : null, ...chips, r.notes ? el("div", { class: "faint note" }, r.notes) : null],
-      [el("span", { class: `state ${r.status}`, title: silent }, r.status), r.problem ? el("div", { class: "faint" }, r.problem) : null],
+      [el("span", { class: `state ${r.status}`, title: silent }, r.status), r.problem ? el("div", { class: "faint problem", title: r.problem }, r.problem.replaceAll(`${about.root}/`, "")) : null],
       r.texts.loss, spark(r.spark), r.texts.tokens, r.texts.tokens_per_second, r.texts.mfu, r.texts.goodput,
       [r.energy, r.basis === "modelled" ? el("div", { class: "faint" }, "modelled") : null], r.devices === null ? "" : r.devices, ago(r.updated_at),
     ];
@@ -124,7 +128,7 @@ async function runsPage(query, mine) {
     have = reply.version;
     const shape = layout(compare.key, reply.axis_title, UNITS[compare.key] || "", 420);
     const gone = picked.size - reply.runs.length;
-    caption.textContent = [about.metrics[compare.key], "Steps that a resume repeated are left out.", gone > 0 ? `${gone} of the ${picked.size} ticked runs are not drawn: at most ${MOST_COMPARED} are.` : ""].filter(Boolean).join(" ");
+    caption.textContent = [sentence(about.metrics[compare.key]), "Steps that a resume repeated are left out.", gone > 0 ? `${gone} of the ${picked.size} ticked runs are not drawn: at most ${MOST_COMPARED} are.` : ""].filter(Boolean).join(" ");
     if (compare.log) shape.yaxis.type = "log";
     shape.uirevision = JSON.stringify([compare.x, compare.key, compare.log]);
     shape.showlegend = true;
