@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -105,13 +105,22 @@ def slurm_kills(place: Path, runs: int, seed: int) -> Iterator[Kill]:
         subprocess.run([str(SCRIPT), "down"], check=True, stdout=subprocess.DEVNULL)
 
 
-# Name -> (share of the kills, kills of one run, what is killed).
-WORKS: dict[str, tuple[float, int, Callable[[Path, int, int], Iterator[Kill]]]] = {
-    "training-2": (1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 2, runs, seed)),
-    "training-3": (1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 3, runs, seed)),
-    "tokenising": (1 / 6, 4, random_kills.tokenizing_kills),
-    "slurm": (1 / 6, 5, slurm_kills),
+# Name -> (share of the kills, `work` of its kills, what is killed).
+WORKS: dict[str, tuple[float, str, Callable[[Path, int, int], Iterator[Kill]]]] = {
+    "training-2": (
+        1 / 3,
+        "training on 2 processes",
+        lambda place, runs, seed: random_kills.training_kills(place, 2, runs, seed),
+    ),
+    "training-3": (
+        1 / 3,
+        "training on 3 processes",
+        lambda place, runs, seed: random_kills.training_kills(place, 3, runs, seed),
+    ),
+    "tokenising": (2 / 15, "tokenising", random_kills.tokenizing_kills),
+    "slurm": (1 / 5, "SLURM chain", slurm_kills),
 }
+RUNS_PER_TURN = 4  # they share one uninterrupted run, and one SLURM
 
 
 def works_here() -> list[str]:
@@ -121,22 +130,29 @@ def works_here() -> list[str]:
     return [name for name in WORKS if name != "slurm"]
 
 
-def kill_at_random(folder: Path, count: int, seed: int, works: Iterable[str]) -> list[Kill]:
-    """About `count` kills. Ctrl-C or SIGTERM ends them early; those until then are kept."""
+def kill_at_random(
+    folder: Path, count: int, seed: int, works: Iterable[str], earlier: Sequence[Kill] = ()
+) -> list[Kill]:
+    """About `count` kills, a few runs at a time of the work that lacks most of its share, `earlier` ones included.
+
+    Ctrl-C or SIGTERM ends them early; those until then are kept, and they are spread over the works too.
+    """
     kills: list[Kill] = []
-    total = sum(WORKS[name][0] for name in works)
+    done = {name: sum(kill.work == WORKS[name][1] for kill in earlier) for name in works}
+    turn = 0
     try:
-        for name in works:
-            share, per_run, work = WORKS[name]
-            round_number, goal = 0, len(kills) + max(1, round(count * share / total))
-            while len(kills) < goal and round_number < 10:  # a kill that comes too late does not count: do more
-                place = folder / f"{name}-{round_number}"
-                place.mkdir()
-                for kill in work(place, max(1, (goal - len(kills)) // per_run), seed + round_number):
-                    kills.append(kill)
-                    outcome = "good" if kill.good else f"FAILED: {kill}"
-                    print(f"{name}: kill {len(kills)}: {outcome}", file=sys.stderr, flush=True)
-                round_number += 1
+        while done and len(kills) < count:
+            name = min(done, key=lambda name: done[name] / WORKS[name][0])
+            place, before = folder / f"{name}-{turn}", len(kills)
+            place.mkdir()
+            for kill in WORKS[name][2](place, RUNS_PER_TURN, seed + turn):
+                kills.append(kill)
+                done[name] += 1
+                outcome = "good" if kill.good else f"FAILED: {kill}"
+                print(f"{name}: kill {len(kills)}: {outcome}", file=sys.stderr, flush=True)
+            turn += 1
+            if len(kills) == before:  # every kill came too late
+                del done[name]
     except KeyboardInterrupt:
         print(f"interrupted after {len(kills)} kills", file=sys.stderr)
         for process in psutil.Process().children(recursive=True):
@@ -165,6 +181,8 @@ def main() -> int:
         return 0
     rows: list[Row] = []
     kills: list[Kill] = []
+    old = json.loads((given.out / "faults.json").read_text()) if given.merge else {}
+    earlier = [Kill(**kill) for kill in old.get("random_kills", [])]
     with tempfile.TemporaryDirectory(prefix="windlass-faults-") as folder:
         lab = Lab(Path(folder), given.seed)
         for name, case in chosen.items():
@@ -182,14 +200,12 @@ def main() -> int:
                 flush=True,
             )
         if not given.only or given.only in RANDOM:
-            kills = kill_at_random(Path(folder), given.kills, given.seed, given.works or works_here())
+            kills = kill_at_random(Path(folder), given.kills, given.seed, given.works or works_here(), earlier)
     machines = [f"{len(kills)} kills: torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores"] if kills else []
     if not given.only:
         write_results(rows, kills, machines, given)
     elif given.merge:
-        old = json.loads((given.out / "faults.json").read_text())
         kept = [Row(**r) for r in old["rows"] if r["fault"] not in {n.fault for n in rows}]
-        earlier = [Kill(**k) for k in old.get("random_kills", [])]
         write_results([*kept, *rows], [*earlier, *kills], [*old.get("kills_on", []), *machines], given)
     print("\n\n".join([*([table(rows)] if rows else []), *([random_kills.table(kills)] if kills else [])]))
     return 0 if all(r.ok for r in rows) and all(k.good for k in kills) else 1

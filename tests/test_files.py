@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from windlass.errors import ConfigError
+from windlass.config.sources import DataSource
+from windlass.data.inputs import find_files
+from windlass.errors import ConfigError, DataError
 from windlass.files import (
     append_line,
     private_folder,
@@ -19,6 +21,7 @@ from windlass.files import (
     write_atomic,
     write_json,
 )
+from windlass.report.columns import Columns
 
 
 def test_whole_files_replace_each_other_and_leave_nothing_beside(tmp_path):
@@ -152,3 +155,14 @@ def test_compiled_kernels_never_lie_under_a_name_that_others_can_make_first(tmp_
     set_compile_cache()
     [folder] = tmp_path.glob("windlass-compile-*")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_named_pipe_in_a_folder_of_others_is_not_waited_for(tmp_path):
+    pipe = tmp_path / "metrics.jsonl"
+    os.mkfifo(pipe)
+    assert read_json(pipe) is None and list(read_json_lines(pipe)) == []
+    columns = Columns(pipe)
+    assert columns.refresh() and len(columns) == 0
+    with pytest.raises(DataError) as error:
+        find_files("s", DataSource(paths=[str(tmp_path)]))
+    assert error.value.code == "data.source-unreadable"

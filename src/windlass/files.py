@@ -7,10 +7,11 @@ import fcntl
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from windlass.errors import ConfigError, DataError
 
@@ -91,9 +92,19 @@ def append_line_buffered(path: Path, value: Any) -> bool:
     return True
 
 
+def open_file(path: Path | str) -> BinaryIO:
+    """Open a file for reading. FileNotFoundError for anything but a regular file: opening a named pipe, which others may
+    have put into a folder, would wait for ever."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, oldest first. Lines that are not a JSON object (a torn last line) are skipped."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
         yield from (value for raw in file if (value := _object(raw)) is not None)
 
 
@@ -135,7 +146,7 @@ def read_last_json_line(path: Path, *, tail_bytes: int = 65536) -> dict[str, Any
     """The newest complete line, read from the end of the file."""
     if not path.exists():
         return None
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - tail_bytes))
         lines = file.read().splitlines()
@@ -144,8 +155,8 @@ def read_last_json_line(path: Path, *, tail_bytes: int = 65536) -> dict[str, Any
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, or None when the file is missing or damaged."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return _object(path.read_bytes())
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), open_file(path) as file:
+        return _object(file.read())
     return None
 
 

@@ -98,6 +98,18 @@ def test_import_then_export_gives_the_same_bytes(llama_run: Run, tmp_path: Path,
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
+def test_a_full_disk_is_named_and_leaves_nothing(
+    llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("windlass.convert.export.save_file", fail)
+    with pytest.raises(OSError) as error:
+        export(llama_run.path, tmp_path / "hf", verify=False)
+    assert error.value.errno == 28 and sorted(p.name for p in tmp_path.iterdir() if "hf" in p.name) == []
+
+
 def test_retnet_folder_is_read_back(retnet_run: Run, tmp_path: Path) -> None:
     assert export(retnet_run.path, tmp_path / "out").check.ok
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "windlass_retnet"

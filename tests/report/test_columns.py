@@ -92,7 +92,8 @@ def test_a_file_that_cannot_be_read_just_now_keeps_what_is_known(file, monkeypat
     made = columns(file)
     write(file, [{"step": 2}], "a")
     with monkeypatch.context() as patch:  # a stale handle of a file server
-        patch.setattr(type(file), "open", lambda *a, **k: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        stale = lambda path: (_ for _ in ()).throw(OSError(116, "Stale file handle"))  # noqa: E731
+        patch.setattr("windlass.report.columns.open_file", stale)
         assert made.refresh()
     assert len(made) == 1
     made.refresh()

@@ -6,12 +6,15 @@ every command read such a folder.
 
 import contextlib
 import math
+import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -191,7 +194,12 @@ def write_weights(
             tensors[hf_name] = tensor.to(torch_dtype).clone(memory_format=torch.contiguous_format)
             file_of[hf_name] = name
             progress(len(file_of), len(names))
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            if (match := re.search(r"os error (\d+)", str(error))) is None:
+                raise
+            raise OSError(int(match[1]), os.strerror(int(match[1])), str(folder / name)) from None
         # safetensors makes the file readable for its owner only; the folder's mode follows the umask.
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         sizes[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -9,6 +9,7 @@ import hashlib
 import heapq
 import json
 import os
+import stat
 from array import array
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -295,9 +296,13 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
         problems.append(f"{path!a}: the file name is not UTF-8; rename it")
         return None
     try:
-        handle = os.open(path, os.O_RDONLY)  # not Path.open: there may be a million files
+        # Not Path.open, because there may be a million files; a named pipe must not be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         status = os.fstat(handle)
         os.close(handle)
+        if not stat.S_ISREG(status.st_mode):
+            problems.append(f"{path}: not a regular file")
+            return None
         state = Path(path).with_name("state.json") if format == "arrow" else None
         # save_to_disk keeps the order of a selected or shuffled dataset in a second file
         if state is None or not state.is_file() or not (read_json(state) or {}).get("_indices_data_files"):

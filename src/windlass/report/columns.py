@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.files import READ_BLOCK_BYTES
+from windlass.files import READ_BLOCK_BYTES, open_file
 from windlass.runs.events import Event
 from windlass.runs.measured import Numbers, known, last_known
 from windlass.runs.metrics import METRICS
@@ -70,7 +70,7 @@ class Columns:
         columns = cls(path, keys=keys)
         columns.is_sample = True
         raw: dict[int, bytes] = {}  # by position
-        with path.open("rb") as file:
+        with open_file(path) as file:
 
             def read_line(offset: int) -> bytes:
                 """The first line that begins at the offset or after it; it becomes part of the sample."""
@@ -114,7 +114,7 @@ class Columns:
                     self._inode = status.st_ino
                 size = status.st_size
                 stop = size if max_bytes is None else min(size, self._offset + max_bytes)
-                with self.path.open("rb") as file:
+                with open_file(self.path) as file:
                     while self._offset < stop:
                         file.seek(self._offset)
                         left = size - self._offset
