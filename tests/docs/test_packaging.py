@@ -107,9 +107,9 @@ def test_a_recipe_of_the_readme_is_found_in_the_wheel_and_plans(clean, tmp_path)
     argv = [clean / "windlass", "plan", "recipes/gptnl_8b_snellius.toml"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     path = next(
-        w.rstrip(";")
+        w.rstrip(";:")
         for w in done.stderr.split()
-        if w.rstrip(";").endswith("gptnl_8b_snellius.toml") and w.startswith("/")
+        if w.rstrip(";:").endswith("gptnl_8b_snellius.toml") and w.startswith("/")
     )
     assert done.returncode == 2 and str(clean.parent) in path
     assert json.loads(run(clean / "windlass", "plan", path, "--json", cwd=tmp_path))["plans"][0]["fits"]
