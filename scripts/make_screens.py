@@ -58,7 +58,7 @@ def main() -> int:
             box.click()
         page.evaluate("window.scrollTo(0, 0)")
         screenshot(page, f"{base}#/", "dash-runs", 860, "#compare .main-svg")
-        screenshot(page, f"{base}#/run/{view.id}", "dash-run", 1000, ".plot[data-key=loss] .main-svg")
+        screenshot(page, f"{base}#/run/{view.name}", "dash-run", 1000, ".plot[data-key=loss] .main-svg")
         screenshot(page, f"{base}#/sweep", "dash-sweep", 1000, "#page[data-ready=sweep]")
         screenshot(page, f"{base}#/planner", "dash-planner", 860, "#memory .main-svg")
         screenshot(page, write_report(view.run).resolve().as_uri(), "report", 1000, ".plot .main-svg")
