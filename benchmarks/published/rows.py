@@ -52,6 +52,8 @@ DENSE = re.compile(
 """Names of dense families; whether they are gated is in the column `glu`. Llama 4 and gpt-oss have experts."""
 HYBRID = re.compile(r"hybrid|ssm|mamba|linear")
 """Architectures with experts whose other layers are not all attention."""
+MOST_LAYERS = 10_000
+"""A model with experts is assembled layer by layer."""
 CONTRADICTION = 2.001
 """Ratio from which two cells cannot describe the same run. Published tables have labels that are off by up to two."""
 
@@ -81,6 +83,9 @@ def _read_run(row: Row) -> PublishedRun:
         raise _UnreadableError(f"{terms} = {group} does not divide {gpus * parts} devices")
     if degrees["pp"] > model.num_layers:
         raise _UnreadableError(f"pp {degrees['pp']} is more than {model.num_layers} layers")
+    chunks = positive(row, "vp") or 1
+    if chunks > model.num_layers:
+        raise _UnreadableError(f"vp {chunks} is more than {model.num_layers} layers")
     if (heads := positive(row, "heads")) and heads % degrees["tp"]:
         raise _UnreadableError(f"tp {degrees['tp']} does not divide heads {heads}")
     data = gpus * parts // group
@@ -89,7 +94,7 @@ def _read_run(row: Row) -> PublishedRun:
     step, sequence_parallel = _step(row, seq_len, assumed)
     per_node = (positive(row, "gpus_per_node") or 0) * parts or _devices_per_node(device.name if device else "")
     capacity = _capacity(device, name)
-    shard, chunks = lower_text(row, "shard"), positive(row, "vp") or 1
+    shard = lower_text(row, "shard")
     if not shard or _shard(shard) is None:
         assumed.append("shard=none" + _not_understood(row, "shard"))
     kind = shard_of(row)
@@ -255,6 +260,8 @@ def _expert_model(row: Row, assumed: list[str]) -> ModelSpec:
     width, shared = _needed(row, "hidden"), number(row, "shared_ffn")
     sizes = {key: _needed(row, key) for key in ("layers", "experts", "top_k")}
     sizes["expert_ffn"] = positive(row, "expert_ffn") or _default(row, "expert_ffn", _needed(row, "ffn"), assumed)
+    if sizes["layers"] > MOST_LAYERS:
+        raise _UnreadableError(f"layers {sizes['layers']} is more than {MOST_LAYERS}")
     if sizes["top_k"] > sizes["experts"]:
         raise _UnreadableError(f"top_k {sizes['top_k']} is more than {sizes['experts']} experts")
     heads = _default(row, "heads", max(1, width // 128), assumed)

@@ -27,6 +27,8 @@ REFUSED = {
     "another batch": ({"global_batch_tokens": "1000000000"}, "global_batch_tokens"),
     "degrees": ({"tp": "3"}, "tp 3"),
     "more stages than layers": ({"pp": "64", "gpus": "64"}, "pp 64"),
+    "more chunks than layers": ({"pp": "2", "vp": "1000000000"}, "vp 1000000000 is more than 32 layers"),
+    "a billion layers": ({**EXPERTS, "layers": "1e9"}, "layers 1000000000"),
     "a range of devices": ({"gpus": "8-16"}, "'8-16'"),
 }
 # Time needs a known device; memory does not.
