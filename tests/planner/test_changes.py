@@ -61,7 +61,7 @@ def test_another_batch_is_recommended_where_a_count_forces_a_pipeline_of_11(reci
     assert change.gain == pytest.approx(faster - 1)
     assert plans_json(plans, [change])["recommended"]["gain"] == change.gain
     advice = change.advise(plans.best.batch_tokens)
-    assert f"{proposed / sequences - 1:+.1%}" in advice and advice in plan_page(plans, changes=[change])
+    assert f"{100 * (proposed / sequences - 1):+.1f} %" in advice and advice in plan_page(plans, changes=[change])
 
 
 def test_fewer_nodes_are_a_change_and_not_the_recommendation(recipe_of, cluster_of):
