@@ -67,7 +67,7 @@ def test_an_awkward_batch_is_warned_of_and_adjusted(tmp_path):
     adjusted = prepare(loaded, run_dir=tmp_path, dry_run=True, adjust=True)
     (finding,) = (f for f in adjusted.findings if f.rule == "batch")
     assert finding.level == "ok" and "5,406,720" in finding.message
-    assert adjusted.recipe.data.batch_tokens == 5_406_720 and adjusted.plan.layout.pipeline == 1
+    assert adjusted.recipe.data.batch_tokens == 5_406_720 and adjusted.plan.layout.pipeline <= 2
 
 
 def test_the_command_prints_script_and_cost(capsys):

@@ -17,6 +17,13 @@ from windlass.train.checkpointing import load_model_weights
 SHARDS = ("none", "zero1", "zero2", "full")
 
 
+def assert_close(values: list[tuple[float, float]], alone: list[tuple[float, float]], case: object = None) -> None:
+    """The sums of small gradient norms are rounded by another order."""
+    for (loss, norm), (one_loss, one_norm) in zip(values, alone, strict=True):
+        assert loss == pytest.approx(one_loss, rel=3e-6), case
+        assert norm == pytest.approx(one_norm, rel=3e-5), case
+
+
 def _losses(folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of five steps, and the loss of a validation, for each kind of sharding."""
     answers = []
@@ -39,8 +46,7 @@ def test_processes_agree(tmp_path: Path, spawn: Any) -> None:
     (alone,) = _losses(str(tmp_path), ("none",))
     for answers in spawn(_losses, 2, str(tmp_path), SHARDS):
         for shard, values in zip(SHARDS, answers, strict=True):
-            for one, other in zip(alone, values, strict=True):
-                assert other == pytest.approx(one, rel=3e-6, abs=1e-7), shard
+            assert_close(values, alone, shard)
 
 
 def _decoder_losses(folder: str, layouts: list[dict[str, Any]], task: str) -> list[list[tuple[float, float]]]:
@@ -71,8 +77,7 @@ def test_a_decoder_divided_by_heads(tmp_path: Path, spawn: Any, task: str) -> No
     layouts = [{"tensor": 2}, {"shard": "full"}]
     for answers in spawn(_decoder_losses, 2, str(tmp_path), layouts, task):
         for layout, values in zip(layouts, answers, strict=True):
-            for one, other in zip(alone, values, strict=True):
-                assert other == pytest.approx(one, rel=3e-6, abs=1e-7), layout
+            assert_close(values, alone, layout)
 
 
 def _masked_losses(folder: str, shards: tuple[str, ...]) -> list[list[tuple[float, float]]]:
@@ -93,5 +98,4 @@ def test_hidden_tokens_are_the_same_on_all_layouts(tmp_path: Path, spawn: Any) -
     (alone,) = _masked_losses(str(tmp_path), ("none",))
     for answers in spawn(_masked_losses, 2, str(tmp_path), ("none", "full")):
         for values in answers:
-            for one, other in zip(alone, values, strict=True):
-                assert other == pytest.approx(one, rel=3e-6, abs=1e-7)
+            assert_close(values, alone)

@@ -79,7 +79,7 @@ def test_gptnl_grid_has_every_point_and_skips_what_cannot_fit():
 
 
 def test_gptnl_engines_of_2024_lie_near_the_ends_of_the_published_axes():
-    text = page("gptnl")
+    text = page("gptnl-charts")
     for size, end, above in (("8B", 7500, 1.03), ("30B", 1800, 1.15)):
         _, interval, fastest, own = cells(text, f"{size}, PyTorch FSDP")
         speed = number(fastest.split(":")[1])

@@ -15,6 +15,7 @@ from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.cost.memory import memory
+from windlass.data.complete_tune import refuse_pairs
 from windlass.data.mix import passes_line
 from windlass.data.run_check import check_data
 from windlass.data.stream import StoreStream, open_stream
@@ -156,6 +157,8 @@ def build(
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
     if prefers(recipe):
         check_preference(recipe, cast(StoreStream, stream), world)
+    elif recipe.tune is not None and recipe.tune.task == "chat":
+        refuse_pairs(recipe.data)  # the store may not have been there when the run was created
     if examples is not None:
         validator: ExampleValidator | Validator | None = ExampleValidator(examples, world, parts)
     else:
