@@ -259,6 +259,25 @@ def test_weights_are_checked_before_a_warm_start_or_an_evaluation(run, net, tmp_
     load_model_weights(run.path, net(), verify=False)
 
 
+def test_a_run_of_damaged_checkpoints_names_them(run, net) -> None:
+    for step in (1, 2, 3):
+        put(run, step, net(seed=step))
+    (run.checkpoint(1) / ".metadata").unlink()
+    (run.checkpoint(2) / "manifest.json").write_text("{")
+    files.set_aside(run.checkpoint(3), "step-000000003: a flipped bit")
+    with pytest.raises(CheckpointError) as error:
+        weights_source(run.path)
+    assert error.value.code == "checkpoint.all-damaged"
+    for part in (
+        "3 are",
+        "step-000000001: .metadata is missing",
+        "step-000000002: has no",
+        "step-000000003: a flipped",
+    ):
+        assert part in error.value.message
+    assert run.checkpoint(1).is_dir() and run.checkpoint(2).is_dir()  # nothing is renamed
+
+
 def test_a_cut_off_safetensors_file_is_named(net, tmp_path) -> None:
     from safetensors.torch import save_file
 

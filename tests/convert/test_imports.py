@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from windlass.convert import imports
 from windlass.convert.config_json import match_format
 from windlass.convert.export import export
 from windlass.convert.imports import import_model
+from windlass.convert.target import new_folder
 from windlass.convert.weights import open_weights
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import CheckpointError, ConfigError
+from windlass.errors import CheckpointError, ConfigError, RunError
 from windlass.evaluate.generate import Sampling, generate
 from windlass.evaluate.open_model import open_model
 from windlass.models.hf_parts import read_layer_types
+from windlass.report.collect import find_runs
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
@@ -73,6 +76,29 @@ def test_llama_and_mistral_become_ours(folder_of: Any, tmp_path: Path) -> None:
     for number, (family, changes, expected) in enumerate(cases):
         imported = import_model(folder_of(family, **sizes, **changes), tmp_path / str(number))
         assert imported.family == expected and imported.check.ok
+
+
+def test_an_import_that_fails_can_be_repeated(folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, target = folder_of("llama", **SHAPE, max_position_embeddings=64), tmp_path / "runs" / "llama"
+    left = target.with_name(".llama.tmp")  # of a process that was killed
+    (left / "checkpoints").mkdir(parents=True)
+    (left / "config.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(imports.Saver, "save", lambda *a, **k: None)  # as on a full disk
+        with pytest.raises(CheckpointError) as failed:
+            import_model(folder, target)
+    assert failed.value.code == "convert.checkpoint-not-written" and not list(target.parent.iterdir())
+    with new_folder(target, "--run") as temporary:
+        (temporary / "config.json").write_text("{}")
+        (temporary / "recipe.toml").write_text("")
+        assert find_runs(target.parent) == []  # no list shows a run that is not complete
+        with pytest.raises(RunError) as busy:
+            import_model(folder, target)
+        assert busy.value.code == "convert.target-busy"
+    shutil.rmtree(target)
+    assert import_model(folder, target).run == target
+    assert [path.name for path in target.parent.iterdir()] == ["llama"]
+    assert open_model(target).recipe.name == "llama"
 
 
 def test_imported_run_needs_no_original_folder(folder_of: Any, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import os
 
 import pytest
 
-from windlass.errors import LaunchError
+from windlass.errors import LaunchError, RunError
 from windlass.launch import staging
 from windlass.launch.staging import MARKER, copy_folder, is_staged, link_checkpoints
 from windlass.runs import Run
+from windlass.runs.lock import locked
 
 
 @pytest.fixture
@@ -88,3 +89,47 @@ def test_a_move_that_was_cut_off_before_the_link_is_repeated(tmp_path):
     run.checkpoints.rename(run.path / "checkpoints.moved")  # killed here
     link_checkpoints(run, target)
     assert (run.checkpoint(10) / "a").read_text() == "a" and not (run.path / "checkpoints.moved").exists()
+
+
+def test_links_are_followed_and_a_loop_is_refused(store, tmp_path):
+    (store / "part").rename(tmp_path / "other-disk")
+    (store / "part").symlink_to(tmp_path / "other-disk")
+    assert copy_folder(store, tmp_path / "fast").files == 21
+    assert (tmp_path / "fast" / "part" / "7.bin").read_bytes() == bytes([7]) * 1000
+    (tmp_path / "other-disk" / "loop").symlink_to(store)  # store/part/loop is store
+    (tmp_path / "other-disk" / "self").symlink_to(tmp_path / "other-disk")
+    with pytest.raises(LaunchError) as caught:
+        copy_folder(store, tmp_path / "again")
+    assert caught.value.code == "launch.staging-loop" and not (tmp_path / "again" / MARKER).exists()
+
+
+def test_a_file_that_is_written_during_the_copy_is_not_taken(store, tmp_path, monkeypatch):
+    copy, target = staging.shutil.copy2, tmp_path / "fast"
+
+    def write_meanwhile(source, destination):
+        if source.name == "3.bin":
+            source.write_bytes(b"x" * 1000)  # of the same size: only its time differs
+            os.utime(source, ns=(0, 10**18))
+        return copy(source, destination)
+
+    monkeypatch.setattr(staging.shutil, "copy2", write_meanwhile)
+    with pytest.raises(LaunchError) as caught:
+        copy_folder(store, target)
+    assert caught.value.code == "launch.staging-changed" and not (target / MARKER).exists()
+    assert not list(target.rglob("*.part")) and not (target / "part" / "3.bin").exists()
+    monkeypatch.undo()
+    copy_folder(store, target)
+    assert (target / "part" / "3.bin").read_bytes() == b"x" * 1000 and is_staged(store, target)
+
+
+def test_a_move_goes_on_to_another_target_and_not_under_a_training_run(tmp_path):
+    run = Run(tmp_path / "run")
+    run.checkpoint(10).mkdir(parents=True)
+    (run.checkpoint(10) / "a").write_text("a")
+    with locked(run.lock_file), pytest.raises(RunError) as caught:
+        link_checkpoints(run, tmp_path / "fast")
+    assert caught.value.code == "runs.locked" and not run.checkpoints.is_symlink()
+    copy_folder(run.checkpoints, tmp_path / "fast")
+    run.checkpoints.rename(run.path / "checkpoints.moved")  # killed here
+    link_checkpoints(run, tmp_path / "faster")
+    assert (run.checkpoint(10) / "a").read_text() == "a" and run.checkpoints.resolve() == tmp_path / "faster"

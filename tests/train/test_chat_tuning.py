@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.train.chat_store import conversation, make_store, pair, recipe_table
 from tests.train.helpers import build, new_run, run_here, steps
+from tests.untrusted import Canary
 from torch import nn
 
 from windlass.blocks.head.loss import chunked_loss, next_token_loss
@@ -27,7 +28,7 @@ from windlass.files import read_json_lines
 from windlass.layout.types import IGNORED
 from windlass.runs.folder import Run
 from windlass.train.loop import open_batches
-from windlass.train.preference import attach_references
+from windlass.train.preference import attach_references, read_reference, write_reference
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +280,37 @@ def test_a_resumed_preference_run_keeps_its_reference(pair_store: Path, tmp_path
     with pytest.raises(CheckpointError) as error:
         run_here(recipe(9), Run(tmp_path / "twice"))
     assert error.value.code == "tune.reference-missing"
+
+
+def test_a_damaged_reference_is_refused_and_never_unpickled(tmp_path: Path) -> None:
+    path, margins = tmp_path / "reference.npy", np.arange(5, dtype=np.float32)
+    write_reference(path, margins)
+    good = path.read_bytes()
+    assert np.array_equal(read_reference(path), margins) and np.array_equal(np.load(path), margins)
+    path.write_bytes(good[:-4])  # of version 0.7: no checksum
+    assert np.array_equal(read_reference(path), margins)
+
+    def saved(array: Any) -> bytes:
+        np.save(path, array, allow_pickle=True)
+        return path.read_bytes()
+
+    code = saved(np.array([Canary(tmp_path / "canary")], dtype=object))
+    flipped = good[:-7] + bytes([good[-7] ^ 1]) + good[-6:]
+    huge = good.replace(b"(5,), }             ", b"(5000000000000000,),}")[: len(good)]
+    others = (
+        saved(margins.astype(np.float64)),
+        saved(margins[:, None]),
+        saved(margins + np.float32(np.inf)),
+        b"",
+        b"PK\x03\x04",
+        huge,
+    )
+    for content in (code, flipped, good[:-9], good[:20], good + b"x", *others):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError) as error:
+            read_reference(path)
+        assert error.value.code == "tune.reference-damaged"
+    assert not (tmp_path / "canary").exists()
 
 
 def test_pairs_need_a_store_of_pairs_and_packing(store: Path, pair_store: Path) -> None:

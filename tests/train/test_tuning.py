@@ -392,6 +392,14 @@ def test_files_of_examples(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         sets("b.jsonl", numbers * 3, task="tag")
     assert error.value.code == "tune.bad-examples" and "3 of 3" in error.value.message
+    # Lone surrogates, which JSON can write and UTF-8 cannot: of the label, the text and the second text.
+    lines = [
+        '{"text": "a", "pair": "b", "label": "x"}',
+        *('{"text": "a", "pair": "b", "label": "x"}'.replace(f'"{c}"', f'"{c}\\ud800"') for c in "xab"),
+    ]
+    with pytest.raises(DataError) as error:
+        sets("c.jsonl", "\n".join(lines), pair="pair")
+    assert error.value.code == "tune.bad-examples" and "3 of 4" in error.value.message
 
 
 def test_plan_and_launch_read_the_examples(folder: Path, tmp_path: Path) -> None:

@@ -56,13 +56,12 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
         if not candidates:
             if before is None:
                 _on_rank_0(report_missing, run, None)
-            aside = _on_rank_0(files.damaged, run) if before is None else []
+            aside = _on_rank_0(_reasons_set_aside, run) if before is None else []
             if aside:
-                reasons = [str((read_json(path / files.REASON) or {}).get("reason") or path.name) for path in aside]
                 raise CheckpointError(
                     "checkpoint.all-damaged",
                     f"no complete checkpoint is left in {run.checkpoints}; "
-                    f"{len(aside)} were set aside: {'; '.join(reasons[-3:])}",
+                    f"{len(aside)} were set aside: {'; '.join(aside[-3:])}",
                     hint="to start again from step 0, delete the damaged-... folders; to resume from one of them "
                     "unchecked, rename it back and resume with save.verify=false",
                 )
@@ -120,7 +119,7 @@ def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
 
 
 def _set_aside(run: Run, folder: Path, problem: str) -> str:
-    reason = f"{folder.name}: {problem.removeprefix(f'{folder} ')}"
+    reason = _reason(folder, problem)
     try:
         moved_to = files.set_aside(folder, reason).name
     except OSError as error:  # a read-only folder: it is skipped nevertheless
@@ -128,6 +127,15 @@ def _set_aside(run: Run, folder: Path, problem: str) -> str:
     with contextlib.suppress(OSError):
         run.record(CheckpointDamaged(checkpoint=folder.name, reason=reason, moved_to=moved_to))
     return f"{reason} (now {moved_to})"
+
+
+def _reason(folder: Path, problem: str | None) -> str:
+    return f"{folder.name}: {(problem or 'unknown').removeprefix(f'{folder} ')}"
+
+
+def _reasons_set_aside(run: Run) -> list[str]:
+    """Name and problem of each checkpoint that was set aside, oldest first."""
+    return [str((read_json(path / files.REASON) or {}).get("reason") or path.name) for path in files.damaged(run)]
 
 
 def discard_after(run: Run, step: int, reason: str) -> None:
@@ -206,9 +214,16 @@ def weights_source(path: Path | str) -> Path:
     if is_checkpoint or ((folder / "config.json").is_file() and has_weights):
         return folder
     if (folder / "checkpoints").is_dir():
-        saved = files.complete_by_size(Run(folder))
+        run = Run(folder)
+        saved = files.complete_by_size(run)
         if saved:
             return saved[-1].path
+        if problems := _reasons_set_aside(run) + [_reason(p, _open(p)[1]) for _, p in files.steps_on_disk(run)]:
+            raise CheckpointError(
+                "checkpoint.all-damaged",
+                f"the run {folder} has no complete checkpoint; {len(problems)} are damaged: {'; '.join(problems[-3:])}",
+                hint="copy the run again, or name another run",
+            )
         raise CheckpointError(
             "checkpoint.none-finished",
             f"the run {folder} has no finished checkpoint",

@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,14 @@ from windlass.checkpoint.names import TRANSFORMS, join_parts
 from windlass.config import ModelConfig, Recipe
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
+from windlass.convert.target import new_folder, refuse_existing
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import Origin, StoredWeights, exported_names, open_weights
 from windlass.data.chat import load_chat_template
 from windlass.data.example_batches import tokenizer_of_transformers
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
-from windlass.errors import CheckpointError, ConfigError, DataError, RunError
+from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json, write_atomic, write_json
 from windlass.models.task_head import tuned_model
 from windlass.registry import PRESETS
@@ -73,8 +73,7 @@ def export(
 ) -> Exported:
     """Write the folder under a temporary name, verify it, then rename it. An existing folder is never overwritten."""
     target = Path(to)
-    if target.exists():
-        raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --to")
+    refuse_existing(target, "--to")
     source = find_source(path, step)
     model = source.recipe.model
     for key, value, standard in PRESETS.load(model.family).inexpressible(model):
@@ -92,10 +91,7 @@ def export(
     if (source.folder / files.MANIFEST).is_file():  # a flipped bit must not be published: compare every checksum
         files.complete(source.folder, verify=True)
     dtype = export_dtype(source, dtype)
-    temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with new_folder(target, "--to") as temporary:
         sizes, tensors = write_weights(
             source.recipe, open_weights(source.folder), temporary, dtype, shard_bytes, progress
         )
@@ -139,10 +135,6 @@ def export(
                 f"same top-1 token at {print_share(check.agreement, digits=2)} of {check.positions:,} positions",
                 hint="nothing was written; this is a bug in windlass: report the recipe's [model] table",
             )
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     described = f"{loaded.path.name} ({loaded.vocab_size:,} tokens)" if loaded else "none: the run names no tokenizer"
     saved_step = (read_json(source.folder / files.MANIFEST) or {}).get("step")
     return Exported(target, dtype, len(sizes), sum(sizes.values()), tensors, described, saved_step, source.note, check)

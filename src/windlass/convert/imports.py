@@ -27,12 +27,13 @@ from windlass.convert.config_json import (
     recipe_of_folder,
 )
 from windlass.convert.source import DTYPES, ModelSource, find_source, find_tokenizer
+from windlass.convert.target import new_folder, refuse_existing
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.vocabulary import grow_vocabulary
 from windlass.convert.weights import StoredWeights, open_weights
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
-from windlass.errors import CheckpointError, ConfigError, DataError, RunError
+from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json
 from windlass.models.build import build_model
 from windlass.models.hf_format import unmet
@@ -61,8 +62,7 @@ def import_model(
 ) -> Imported:
     """Read a Hugging Face folder, or a run whose vocabulary is to grow, into the new run folder `target`."""
     folder, target = Path(folder), Path(target)
-    if target.exists():
-        raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --run")
+    refuse_existing(target, "--run")
     from_folder = is_hf_folder(folder)
     if from_folder:
         source = ModelSource(None, recipe_of_folder(folder, seq_len=seq_len), folder)
@@ -92,21 +92,25 @@ def import_model(
         old, loaded = loaded, load_tokenizer(tokenizer)
         recipe, state, note = grow_vocabulary(recipe, state, old, loaded)
         notes.append(note)
-    run = write_run(recipe, state, target, loaded, dtype, folder, positions_of(recipe, source.folder))
     check = None
-    if verify and from_folder and tokenizer is None:
-        check = compare_logits(
-            run.recipe(), find_source(run.path).folder, folder, next(iter(state.values())).dtype, loaded
-        )
-        if not check.ok:
-            raise CheckpointError(
-                "convert.import-logits-differ",
-                "the imported model does not compute what transformers computes: "
-                f"largest logit difference {check.difference:.3g}",
-                hint="this is a bug in windlass: report the model's config.json; the run folder is kept for inspection",
-            )
+    with new_folder(target, "--run") as temporary:
+        run = write_run(recipe, state, temporary, target, loaded, dtype, folder, positions_of(recipe, source.folder))
+        if verify and from_folder and tokenizer is None:
+            written = run.recipe()  # names files by the paths that they will have
+            model = written.model.model_copy(update={"config": recipe.model.config})
+            written = written.model_copy(update={"model": model})
+            stored = next(iter(state.values())).dtype
+            check = compare_logits(written, find_source(run.path).folder, folder, stored, loaded)
+            if not check.ok:
+                raise CheckpointError(
+                    "convert.import-logits-differ",
+                    "the imported model does not compute what transformers computes: "
+                    f"largest logit difference {check.difference:.3g}",
+                    hint="nothing was written; this is a bug in windlass: report the model's config.json; "
+                    "--no-verify imports it nevertheless",
+                )
     parameters = sum(tensor.numel() for tensor in state.values())
-    return Imported(run.path, recipe.model.family, parameters, dtype, recipe.model.vocab or 0, notes, check)
+    return Imported(target, recipe.model.family, parameters, dtype, recipe.model.vocab or 0, notes, check)
 
 
 def refuse_other_folder(folder: Path) -> None:
@@ -163,25 +167,26 @@ def import_notes(folder: Path, recipe: Recipe, formats: set[torch.dtype]) -> lis
 def write_run(
     recipe: Recipe,
     state: dict[str, Tensor],
+    folder: Path,
     target: Path,
     tokenizer: Tokenizer | None,
     dtype: str,
     origin: Path,
     positions: int,
 ) -> Run:
-    """The run folder with one checkpoint, of step 0."""
+    """The run in `folder` with one checkpoint, of step 0. Its recipe names files by their paths below `target`."""
     wrapped = format_of(recipe.model).wraps_transformers
     data = {"tokenizer": str(target / "tokenizer")} if tokenizer is not None else {}
     model = {"config": str(target / "hf")} if wrapped else {}
     updates = {"data": recipe.data.model_copy(update=data), "model": recipe.model.model_copy(update=model)}
     recipe = recipe.model_copy(update=updates)
-    run = create_run(target, Loaded(recipe=recipe, text=recipe_text(recipe), path=None, origins={}))
+    run = create_run(folder, Loaded(recipe=recipe, text=recipe_text(recipe), path=None, origins={}))
     if wrapped:
-        (target / "hf").mkdir()
-        shutil.copyfile(origin / "config.json", target / "hf" / "config.json")
+        (folder / "hf").mkdir()
+        shutil.copyfile(origin / "config.json", folder / "hf" / "config.json")
     if tokenizer is not None:
-        (target / "tokenizer").mkdir(exist_ok=True)
-        write_tokenizer(tokenizer, target / "tokenizer", max_length=recipe.data.seq_len)
+        (folder / "tokenizer").mkdir(exist_ok=True)
+        write_tokenizer(tokenizer, folder / "tokenizer", max_length=recipe.data.seq_len)
     extra = {"tokens": 0, "dtype": dtype, "imported_from": str(origin), "positions": positions}
     with contextlib.closing(Saver(run, SaveConfig(asynchronous=False))) as saver:
         outcome = saver.save(0, {"model": state}, extra, block=True)

@@ -83,7 +83,11 @@ def read_examples(path: Path, tune: TuneConfig) -> list[Example]:
     examples, bad = list[Example](), list[tuple[int, str]]()
     for number, row in read_rows(path, text, tune):
         try:
-            examples.append(read_example(row, tune))
+            example = read_example(row, tune)
+            "".join(as_list(example.text) + as_list(example.label) + as_list(example.pair)).encode()
+            examples.append(example)
+        except UnicodeEncodeError:
+            bad.append((number, "a lone surrogate, which is not Unicode text"))
         except ValueError as error:
             bad.append((number, str(error)))
     if bad:

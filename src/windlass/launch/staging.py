@@ -14,6 +14,7 @@ from pathlib import Path
 from windlass.clusters.model import Cluster
 from windlass.errors import LaunchError
 from windlass.runs import Run
+from windlass.runs.lock import refuse_held
 from windlass.units import print_bytes
 
 # In the target folder once every file is there.
@@ -46,9 +47,19 @@ def expand(path: str, cluster: Cluster, account: str | None) -> Path | None:
 
 
 def missing_files(source: Path, target: Path) -> tuple[list[tuple[Path, Path]], int]:
-    """Files of `source` whose copy is missing or differs in size or time, and how many are already there."""
+    """Files of `source` whose copy is missing or differs in size or time, and how many are already there.
+
+    Links are followed: a shard or a checkpoint may lie on another disk.
+    """
     missing, kept = [], 0
-    for folder, _, names in os.walk(source):
+    for folder, folders, names in os.walk(source, followlinks=True):
+        for link in (Path(folder, name) for name in folders if Path(folder, name).is_symlink()):
+            if Path(folder).resolve().is_relative_to(link.resolve()):
+                raise LaunchError(
+                    "launch.staging-loop",
+                    f"{link} is a link to {link.resolve()}, a folder that it is in: the copy would not end",
+                    hint="remove the link",
+                )
         for name in names:
             file = Path(folder, name)
             copy, original = target / file.relative_to(source), file.stat()
@@ -92,9 +103,21 @@ def copy_folder(
         file, destination = pair
         destination.parent.mkdir(parents=True, exist_ok=True)
         part = destination.with_name(f".{destination.name}.{os.uname().nodename}-{os.getpid()}.part")
-        shutil.copy2(file, part)
-        part.replace(destination)
-        return destination.stat().st_size
+        before = file.stat()
+        try:
+            shutil.copy2(file, part)
+            after, size = file.stat(), part.stat().st_size
+            if (size, after.st_size, after.st_mtime_ns) != (before.st_size, before.st_size, before.st_mtime_ns):
+                raise LaunchError(
+                    "launch.staging-changed",
+                    f"{file} was written while it was copied: {before.st_size:,} bytes before, {after.st_size:,} after",
+                    hint="repeat the command when nothing writes to the folder",
+                )
+            part.replace(destination)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        return size
 
     done_bytes = 0
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -118,6 +141,9 @@ def link_checkpoints(
         )
     result = FolderCopy(str(folder), str(target))
     if not folder.is_symlink():
+        refuse_held(run.lock_file)  # what a training run saves after the copy would be removed
+        if old.is_dir() and not folder.exists():  # cut off before the link; the target may be another one now
+            old.rename(folder)
         target.mkdir(parents=True, exist_ok=True)
         if folder.is_dir() and any(folder.iterdir()):
             result = copy_folder(folder, target, on_progress)

@@ -241,8 +241,9 @@ def find_runs(folder: Path | str) -> list[Run]:
 
 
 def folders_with(root: Path, name: str, levels: int) -> list[Path]:
-    """Folders at or below another, so many levels deep, that hold a file. A link out of it is not followed."""
-    folders = {p.parent for level in range(levels + 1) for p in root.glob("*/" * level + name)}
+    """Folders at or below another, so many levels deep, that hold a file. A link out of it is not followed, and a
+    hidden folder (one that `windlass import` is writing) not searched."""
+    folders = {p.parent for level in range(levels + 1) for p in root.glob("[!.]*/" * level + name)}
     return [p for p in sorted(folders) if p.resolve().is_relative_to(root.resolve())]
 
 

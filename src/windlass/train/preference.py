@@ -4,6 +4,7 @@ import io
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from windlass.blocks.head.preference import pair_margins
 from windlass.config import Recipe
 from windlass.data.stream import StoreStream
 from windlass.errors import CheckpointError, ConfigError, DataError
-from windlass.files import write_atomic
+from windlass.files import open_file, write_atomic
 from windlass.train.batches import token_batch
 from windlass.train.hooks import Training
 from windlass.train.mesh import World
@@ -20,6 +21,8 @@ from windlass.train.targets import TargetMaker
 from windlass.train.validate import Validator, without_dropout
 
 REFERENCE_FILE, HELD_OUT_FILE = "reference.npy", "reference-validation.npy"
+# Chosen minus rejected log-probability of every pair.
+Margins = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def prefers(recipe: Recipe) -> bool:
@@ -71,7 +74,7 @@ def attach_reference(training: Training, stream: StoreStream, path: Path) -> str
     assert stream.packings is not None
     sizes = [len(packing.begins) for packing in stream.packings]
     if path.is_file():
-        margins, source = np.load(path, allow_pickle=False), f"from {path}"
+        margins, source = read_reference(path), f"from {path}"
     elif training.step > 0:
         raise CheckpointError(
             "tune.reference-missing",
@@ -81,9 +84,7 @@ def attach_reference(training: Training, stream: StoreStream, path: Path) -> str
     else:
         margins, source = compute_reference(training, stream, sum(sizes)), "by the starting weights"
         if training.world.is_main:
-            buffer = io.BytesIO()
-            np.save(buffer, margins)
-            write_atomic(path, buffer.getvalue())
+            write_reference(path, margins)
     if len(margins) != sum(sizes):
         raise DataError(
             "tune.reference-differs",
@@ -94,9 +95,35 @@ def attach_reference(training: Training, stream: StoreStream, path: Path) -> str
     return f"reference of {len(margins):,} pairs ({stream.split}): {source}"
 
 
-def compute_reference(
-    training: Training, pairs_stream: StoreStream, count: int
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def write_reference(path: Path, margins: Margins) -> None:
+    """An .npy file with a checksum behind the array, which other readers of .npy do not see."""
+    buffer = io.BytesIO()
+    np.save(buffer, margins)
+    write_atomic(path, buffer.getvalue() + crc32(margins.tobytes()).to_bytes(4, "little"))
+
+
+def read_reference(path: Path) -> Margins:
+    """A damaged file is refused: it would change what is learned. Nothing is unpickled."""
+    try:
+        with open_file(path) as file:
+            buffer = io.BytesIO(file.read())
+        margins: Margins = np.lib.format.read_array(buffer, allow_pickle=False)
+        checksum = buffer.read()
+        if margins.ndim != 1 or margins.dtype != np.float32:
+            raise ValueError(f"{margins.dtype} of shape {margins.shape}, not one row of float32")
+        # A file of version 0.7 or before has no checksum.
+        if not np.isfinite(margins).all() or checksum not in (b"", crc32(margins.tobytes()).to_bytes(4, "little")):
+            raise ValueError("the numbers differ from what was written")
+    except (ValueError, EOFError, MemoryError) as error:
+        raise CheckpointError(
+            "tune.reference-damaged",
+            f"{path} is damaged ({error}): the starting model's scores of the pairs are unknown",
+            hint="restore the file, or begin a new run; before the first step, delete it and it is computed again",
+        ) from None
+    return margins
+
+
+def compute_reference(training: Training, pairs_stream: StoreStream, count: int) -> Margins:
     """Chosen minus rejected log-probability of every pair, on all ranks together."""
     recipe, world, module = training.recipe, training.world, training.parts.modules[0]
     plain = recipe.data.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
