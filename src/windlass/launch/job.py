@@ -119,7 +119,7 @@ class BatchJob:
                 raise LaunchError(
                     "launch.unsafe-value",
                     redact_text(f"{key}: {error} (got {text!r})"),
-                    hint="the value would be written into a job script: correct the option, variable or folder name",
+                    hint="correct the option, variable or folder name: the value would be written into a job script",
                 ) from None
 
     @property
@@ -323,7 +323,8 @@ def choose_checkpoints_target(recipe: Recipe, cluster: Cluster, run_dir: Path | 
         raise LaunchError(
             "launch.unknown-storage",
             f"launch.checkpoints_on = {wish!r} is not a file system that all nodes of {cluster.title} share",
-            hint=f"its cluster file has {', '.join(shared) or 'none'}; a node's own disk is lost with the job",
+            hint=f"shared file systems in its cluster file: {', '.join(shared) or 'none'}; a node's own disk is lost "
+            "with the job",
         )
     mark = folder_mark(run_dir).removeprefix("windlass:")
     return f"{storage.path}/windlass/checkpoints/{PurePosixPath(run_dir).name}-{mark}"

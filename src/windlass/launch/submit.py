@@ -235,8 +235,8 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     reason = chosen.reason if recipe.layout is not None else f"{chosen.candidate.describe()} ({chosen.reason})"
     findings, better = [Finding("fit", "ok", reason)], better_batch(plans.task, chosen)
     if better is not None:
-        message = f"{plans.task.devices:,} devices divide a batch of {data.batch_tokens:,} tokens badly"
-        findings.append(Finding("batch", "warn", message, f"--adjust, or {better.describe()}", "windlass plan"))
+        message = f"a batch of {data.batch_tokens:,} tokens divides poorly over {plans.task.devices:,} devices"
+        findings.append(Finding("batch", "warn", message, f"use --adjust, or {better.describe()}", "windlass plan"))
     return Planned(
         layout=chosen.layout.config(),
         reason=reason,
@@ -323,13 +323,13 @@ def refuse_launch(
         raise LaunchError(
             "launch.run-active",
             f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
-            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
+            hint=f"`windlass jobs {run.name}` shows these jobs, `windlass cancel {run.name}` cancels them",
         )
     if (owner := holder(run.lock_file)) is not None:
         where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
         raise LaunchError(
             "launch.run-locked",
-            f"{run.path} is being written by another process ({where})",
+            f"another process is writing to {run.path} ({where})",
             hint="wait for it, or choose another folder with --run",
         )
     checks.refuse(prepared.findings, force=force)
@@ -412,8 +412,8 @@ def cancel(run: Run, by_name: Mapping[str, Executor], only: str | None = None) -
         jobs = ", ".join(e.job for e in ledger) or "none"
         raise LaunchError(
             "launch.job-not-in-run",
-            f"job {only} is not one of this run ({jobs})",
-            hint="`scancel` ends jobs of other runs",
+            f"job {only} does not belong to this run ({jobs})",
+            hint="use `scancel` to cancel jobs of other runs",
         )
     cancelled = []
     for entry in (e for e in reversed(ledger) if e.state.active and only in (None, e.job)):

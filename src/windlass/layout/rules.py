@@ -24,7 +24,7 @@ class Violation:
     nearest: str
 
     def __str__(self) -> str:
-        return f"{self.message}; nearest valid: {self.nearest}"
+        return f"{self.message}; nearest valid value: {self.nearest}"
 
 
 def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> list[Violation]:
@@ -36,7 +36,7 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
             (
                 engine == "deepspeed" and layout.is_hybrid,
                 "layout.hybrid-unsupported",
-                f"layout.shard {layout.shard} is not built for the deepspeed engine",
+                f"the deepspeed engine does not support layout.shard {layout.shard}",
                 "full, zero2 or train.engine native",
             ),
             (
@@ -72,7 +72,7 @@ def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
 
 def _refuse(problems: list[Violation]) -> None:
     if len(problems) == 1:
-        raise ConfigError(problems[0].code, problems[0].message, hint=f"nearest valid: {problems[0].nearest}")
+        raise ConfigError(problems[0].code, problems[0].message, hint=f"nearest valid value: {problems[0].nearest}")
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise ConfigError(problems[0].code, f"the layout has {len(problems)} problems:{lines}")
@@ -88,12 +88,12 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
         if engine == "deepspeed":
             yield Violation(
                 "layout.axis-unsupported",
-                f"layout.{axis} ({degree}): the deepspeed engine divides data and states only",
+                f"layout.{axis} ({degree}): the deepspeed engine can only divide the data and the states",
                 "1, or train.engine native",
             )
         elif sizes is None:
             kind = "a Hugging Face model" if model.foreign else "one of the model's blocks"
-            yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not built for {kind}", "1")
+            yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not supported for {kind}", "1")
         elif axis == "expert" and not sizes:
             yield Violation("layout.no-experts", f"layout.expert ({degree}): the model has no experts to divide", "1")
         for name, value in sizes or ():
@@ -143,7 +143,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
             f"{product} does not divide {size.devices} devices",
             nearest(group, divisors(size.devices)),
         )
-    if size.devices % group:  # without a whole number of replicas the batch rules would only repeat the trouble
+    if size.devices % group:  # without a whole number of replicas the batch rules would only repeat the problem
         return
     violation = batch_violation(layout.data, layout.micro_batch, size)
     if violation is not None:
@@ -152,7 +152,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
         batches = nearest_batches(layout, replace(size, sequences=sequences))
         if batches != [sequences]:
             unit = layout.data * layout.micro_batch * size.seq_len
-            filled = f", in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
+            filled = f", and in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
             yield Violation(
                 "layout.batch-not-divisible",
                 f"data.batch_ramp: a batch of {sequences * size.seq_len:,} tokens is not a multiple of {unit:,} = "
@@ -191,7 +191,8 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
         inside = [d for d in divisors(layout.replicas) if layout.shard_size % d == 0 or d % layout.shard_size == 0]
         yield Violation(
             "layout.expert-crosses-shards",
-            f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a multiple",
+            f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a "
+            "multiple of it",
             nearest(layout.expert, inside),
         )
 
@@ -259,7 +260,7 @@ def not_ranked(
         (
             layout.shard != "none" and layout.replicas == 1,
             "layout.shard-without-replicas",
-            f"layout.shard ({layout.shard}) has one replica and nothing to divide over",
+            f"layout.shard ({layout.shard}) cannot divide anything: there is only one replica",
             "none",
         ),
         (
@@ -304,14 +305,14 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
         normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]
         if normed or not any(b.kind == "attention" for b in model.blocks):
             reason = (
-                "queries and keys are normed, which bounds them already"
+                "queries and keys are normalised, which already bounds them"
                 if normed
                 else "the model has no attention block with such weights"
             )
             raise ConfigError(
                 "model.no-qk-clip",
                 f"optim.qk_clip = {recipe.optim.qk_clip:g} scales the weights of queries and keys, but {reason}",
-                hint="leave optim.qk_clip out",
+                hint="remove optim.qk_clip",
             )
     if not model.foreign:
         return
@@ -326,6 +327,6 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
     if ignored:
         raise ConfigError(
             "model.setting-needs-own-blocks",
-            f"{', '.join(ignored)}: only for our own families, not for model.family = 'hf'",
-            hint="leave it out, or describe the network as family llama",
+            f"{', '.join(ignored)}: only windlass's own families support this, not model.family = 'hf'",
+            hint="remove it, or describe the model as family llama",
         )

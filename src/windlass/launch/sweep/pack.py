@@ -155,7 +155,7 @@ def prepare_packs(
             raise LaunchError(
                 "sweep.container-around-srun",
                 f"{group[0].name}: the command calls srun itself, which is not available inside {env.image}",
-                hint="remove launch.container, and start the container behind srun, or leave srun to windlass",
+                hint="remove launch.container and start the container after srun, or remove srun from the command",
             )
         findings = checks.check_request(job, machine)
         findings += checks.check_environment(replace(job, environment=env))
@@ -198,7 +198,7 @@ def submit_packs(
         raise LaunchError(
             "sweep.no-points",
             "there is no point to submit",
-            hint="--only oom,fail repeats some; --report writes the page",
+            hint="use --only oom,fail to repeat some, or --report to write the page",
         )
     with_job = points_with_job(sweep_run, points, everything=everything)
     arrays = prepare_packs(sweep_run, with_job, cluster=cluster, options=[*options, *(["--all"] if everything else [])])
@@ -263,7 +263,7 @@ def _pack_job(
         raise LaunchError(
             "sweep.container-several-nodes",
             f"points over {first.nodes} nodes cannot run from inside a container: srun is not available there",
-            hint='launch.environment = "venv" or "module" for the sweep, or --point for those on one node',
+            hint='set launch.environment = "venv" or "module", or run only the points on one node with --point',
         )
     arguments = ["--run", str(sweep_dir), "--inside", str(folder / "packs.json"), *options]
     count = sum(len(pack.points) for pack in packs)
