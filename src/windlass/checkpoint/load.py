@@ -37,7 +37,7 @@ from windlass.runs.folder import Run
 logger = logging.getLogger(__name__)
 ADAPTER = ".adapter."  # in the names of a LoRA adapter's weights
 PICKLED = ".bin"
-DAMAGED_HINT = "the copy was cut off or damaged: compare it with the original"
+DAMAGED_HINT = "copy the file again: it is truncated or damaged"
 # DCP warns at every load of a single process, which is intended here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
@@ -97,7 +97,7 @@ def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     except CheckpointError as error:
         return None, error.message
     if folder.name != f"step-{manifest['step']:09d}":
-        return None, f"its manifest is of step {manifest['step']}"
+        return None, f"its manifest is for step {manifest['step']}"
     problems = list(files.size_problems(folder, manifest))
     forbidden = sorted(name for name in manifest["files"] if not os.access(folder / name, os.R_OK))
     if forbidden and not problems:  # not damaged: report it and set nothing aside
@@ -322,13 +322,13 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(
             "checkpoint.no-safetensors",
             f"{folder} has no *.safetensors files and no pytorch_model.bin",
-            hint="write other forms again with transformers' save_pretrained",
+            hint="convert other formats with transformers' save_pretrained",
         )
     if absent := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
             "checkpoint.weights-incomplete",
             f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})",
-            hint="the copy was cut off: copy the missing files",
+            hint="copy the missing files: the copy is incomplete",
         )
     return parts
 

@@ -74,14 +74,14 @@ def export(
     """Write the folder under a temporary name, verify it, then rename it. An existing folder is never overwritten."""
     target = Path(to)
     if target.exists():
-        raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --to")
+        raise RunError("convert.target-exists", f"{target} already exists", hint="choose another folder with --to")
     source = find_source(path, step)
     model = source.recipe.model
     for key, value, standard in PRESETS.load(model.family).inexpressible(model):
         raise ConfigError(
             "convert.not-expressible",
             f"model.{key} = {value!r} cannot be written as a Hugging Face {model.family}, which always has {standard!r}",
-            hint="`windlass eval` and `windlass generate` work on the run itself",
+            hint="use `windlass eval` and `windlass generate` on the run itself",
         )
     if shard_bytes < 1:
         raise ConfigError(
@@ -137,7 +137,7 @@ def export(
                 "convert.export-logits-differ",
                 f"the exported model does not compute what ours does: largest logit difference {check.difference:.3g}, "
                 f"same top-1 token at {print_share(check.agreement, digits=2)} of {check.positions:,} positions",
-                hint="nothing was written; this is a bug in windlass: report the recipe's [model] table",
+                hint="this is a bug in windlass: please report the recipe's [model] table; nothing was written",
             )
         temporary.rename(target)
     except BaseException:

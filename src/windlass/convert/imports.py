@@ -62,7 +62,7 @@ def import_model(
     """Read a Hugging Face folder, or a run whose vocabulary is to grow, into the new run folder `target`."""
     folder, target = Path(folder), Path(target)
     if target.exists():
-        raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --run")
+        raise RunError("convert.target-exists", f"{target} already exists", hint="choose another folder with --run")
     from_folder = is_hf_folder(folder)
     if from_folder:
         source = ModelSource(None, recipe_of_folder(folder, seq_len=seq_len), folder)
@@ -103,7 +103,8 @@ def import_model(
                 "convert.import-logits-differ",
                 "the imported model does not compute what transformers computes: "
                 f"largest logit difference {check.difference:.3g}",
-                hint="this is a bug in windlass: report the model's config.json; the run folder is kept for inspection",
+                hint="this is a bug in windlass: please report the model's config.json; the run folder is kept for "
+                "inspection",
             )
     parameters = sum(tensor.numel() for tensor in state.values())
     return Imported(run.path, recipe.model.family, parameters, dtype, recipe.model.vocab or 0, notes, check)
@@ -118,7 +119,7 @@ def refuse_other_folder(folder: Path) -> None:
             "convert.nothing-to-import",
             f"{folder} {content}: no model to import",
             hint="name a Hugging Face folder (config.json with a model_type, *.safetensors), "
-            "or a run whose vocabulary is to grow",
+            "or a run whose vocabulary should grow",
         )
 
 
@@ -135,7 +136,7 @@ def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str,
         raise CheckpointError(
             "convert.weights-do-not-fit",
             f"the weights do not fit the folder's config.json: {'; '.join(problems)}",
-            hint="is the folder complete, and is its config.json that of these weights?",
+            hint="check that the folder is complete and that its config.json belongs to these weights",
         )
     keep = torch.bfloat16 if all(loaded[name].dtype == torch.bfloat16 for name in own) else torch.float32
     return {name: loaded[name].to(keep) for name in own if name not in twins}
@@ -189,7 +190,7 @@ def write_run(
         raise CheckpointError(
             "convert.checkpoint-not-written",
             f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
-            hint="is the disk full?",
+            hint="check that the disk is not full",
         )
     run.record(WeightsImported(origin=str(origin), dtype=dtype))
     return run

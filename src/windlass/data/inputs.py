@@ -165,7 +165,7 @@ def find_files(name: str, source: DataSource, output: Path | None = None) -> Fil
         raise DataError(
             "data.source-unreadable",
             f"source {name!r} cannot be read:\n  {listed}",
-            hint="relative paths start in the current folder; known formats: "
+            hint="check the paths (relative paths start in the current folder); known formats: "
             ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt, save_to_disk folders",
         )
     in_order = np.sort(hashes)

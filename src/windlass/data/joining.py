@@ -289,7 +289,7 @@ def _append_piece(file: BinaryIO, piece: Piece, dtype: np.dtype[Any]) -> list[An
     if left:
         raise DataError(
             "data.piece-cut",
-            f"{piece.path} was cut: {left:,} of {size:,} bytes of tokens are missing",
+            f"{piece.path} is truncated: {left:,} of {size:,} bytes of tokens are missing",
             hint=f"remove {piece.path.parent.parent} and run again",
         )
     return [size, piece.entry.get("crc32") or piece.entry["sha256"]]  # sha256: a piece of an earlier release

@@ -72,7 +72,7 @@ def read_blocks(file: BinaryIO, packing: str) -> Iterator[bytes]:
     except failure as error:
         raise DamagedFileError(f"the {name} data is broken ({error})") from None
     if inside or not started:  # the zstandard library itself takes a cut file for a complete one
-        raise DamagedFileError(f"the {name} file was cut: its end is missing")
+        raise DamagedFileError(f"the {name} file is truncated: its end is missing")
 
 
 # -- lines ---------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _unreadable(file: InputFile, error: Exception) -> DataError:
     return DataError(
         "data.input-unreadable",
         f"{file.path} cannot be read as a {file.format} file: {str(error).splitlines()[0]}",
-        hint="was the file cut, or does it have another format?",
+        hint="check that the file is complete and has this format",
     )
 
 

@@ -249,7 +249,7 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
             raise ConfigError(
                 "data.vocabulary-missing",
                 "synthetic tokens need a vocabulary size",
-                hint="set data.store, or model.vocab",
+                hint="set data.store or model.vocab",
             )
         return SyntheticStream(config, seed=seed, vocab=vocab)
     stream = StoreStream(usable_store(config, vocab), config, seed=seed, split=split, vocab=vocab)

@@ -176,7 +176,7 @@ def _tokenize(
     if unfinished := unfinished_files(items, {key: bool(line["last"]) for key, line in journal.items()}):
         raise DataError(
             "data.chunks-missing",
-            f"{len(unfinished)} files are not done, the first is {unfinished[0]}",
+            f"{len(unfinished)} files are not finished, the first is {unfinished[0]}",
             hint="this is a bug in windlass; run the same command again",
         )
     _check_rejects(shared, items, journal, (target if manifest is None else work) / REJECTS)
@@ -233,7 +233,7 @@ def _new_items(
     if changed:
         raise DataError(
             "data.source-files-changed",
-            f"the files of {', '.join(changed)} are not those that {target} was made from",
+            f"the files of {', '.join(changed)} have changed since {target} was written",
             hint="add new files as a source with another name, or choose another `output`",
         )
     new = [item for item in items if item.source not in manifest["sources"]]
@@ -241,7 +241,7 @@ def _new_items(
         raise DataError(
             "data.dedup-cannot-add",
             f'sources cannot be added to {target} with dedup = "exact"',
-            hint="the hashes of its documents are gone: make a new store of all sources",
+            hint="make a new store of all sources: the hashes of the old documents are no longer available",
         )
     return new
 
@@ -260,7 +260,7 @@ def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
             job = f", job {owner['job']}" if owner.get("job") else ""
             raise DataError(
                 "data.store-locked",
-                f"{target} is being written by another tokenize job "
+                f"another tokenize job is writing to {target} "
                 f"(host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}{job})",
                 hint="wait for it, stop it, or choose another `output`",
             )
@@ -276,7 +276,7 @@ def _explain_failures(work: Path) -> Iterator[None]:
         raise StoppedError(
             "data.stopped",
             f"stopped by {signal.Signals(number).name}",
-            hint="run the same command again: only the missing parts are done",
+            hint="run the same command again, which processes only the missing parts",
         )
 
     with contextlib.ExitStack() as stack:
@@ -351,7 +351,8 @@ def _process_chunks(
                     "data.most-documents-rejected",
                     f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: "
                     "stopped early",
-                    hint="is `field` the name of the text field, and `format` right? See work/pieces/*.rejects",
+                    hint="check `field` (the name of the text field) and `format`; work/pieces/*.rejects lists the "
+                    "reasons",
                 )
         show(progress)
 
@@ -435,5 +436,5 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
     raise DataError(
         codes[0],
         f"{' and '.join(texts)}:\n  " + "\n  ".join(details),
-        hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
+        hint=f"repair the files, or set {' and '.join(keys)}, and run again: all other documents are kept",
     )

@@ -165,8 +165,10 @@ def build(
     if metric.startswith("val_loss/") and (name := metric.removeprefix("val_loss/")) not in held_out:
         raise ConfigError(
             "train.metric-source-missing",
-            f"save.metric = {metric!r}, but nothing of {name!r} is held out",
-            hint=f"held out: {', '.join(held_out)}" if held_out else "the store has no validation split",
+            f"save.metric = {metric!r}, but source {name!r} has no held-out documents",
+            hint=f"sources with held-out documents: {', '.join(held_out)}"
+            if held_out
+            else "the store has no validation split",
         )
     meter = None
     if place.local_rank == 0 and recipe.energy.enabled:
@@ -340,8 +342,8 @@ def trial_step(training: Training) -> str:
             "train.out-of-memory",
             f"a trial step of micro_batch {layout.micro_batch} x {plan.seq_len:,} tokens does not fit in "
             f"{print_bytes(torch.cuda.mem_get_info(device)[1])}; the planner predicts {print_bytes(predicted)}",
-            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, "
-            "more sharding",
+            hint="use a smaller layout.micro_batch, train.recompute or more sharding; `windlass plan` lists layouts "
+            "that fit",
         ) from error
     training.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device)
@@ -410,7 +412,11 @@ def announce(
     notes.append(training.stream.packing_line())
     save, held_out = recipe.save, training.validator is not None
     if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
-        reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"
+        reason = (
+            "train.eval_every = 0, so only the last step is validated"
+            if held_out
+            else "the token store has no validation split"
+        )
         notes.append(f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {reason}")
     notes += [
         *training.parts.notes,

@@ -214,7 +214,7 @@ def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: 
     reason = "running on a GPU" if recipe.train.compile is None else "train.compile"
     notes.append(f"compile: each layer ({reason})")
     if exchanges and step.recompute == "selective":
-        notes.append("compile: not the layers with experts (layout.expert with selective recomputation)")
+        notes.append("compile: layers with experts are not compiled (layout.expert with selective recomputation)")
 
 
 def check_compile(step: StepSpec) -> None:
@@ -276,7 +276,7 @@ def shard_placement(world: World) -> Callable[[nn.Parameter], Any]:
         except (ImportError, AttributeError):
             raise TrainError(
                 "train.expert-needs-torch",
-                f"layout.expert ({world.layout.expert}) needs torch 2.12 or later, and this is {torch.__version__}",
+                f"layout.expert ({world.layout.expert}) needs torch 2.12 or later, but this is {torch.__version__}",
                 hint="install a newer torch, or set layout.expert = 1",
             ) from None
         info: Any = fsdp.FSDPMeshInfo(mesh["fsdp"], shard_mesh_dim=0)
