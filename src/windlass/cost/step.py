@@ -131,7 +131,7 @@ def estimate_step(
             "cost.network-unknown",
             f"{layout.devices} devices need {-(-layout.devices // machine.devices_per_node)} nodes, "
             "but the network of this cluster is unknown",
-            hint="give links.inter_gbs_per_node in the cluster file",
+            hint="set links.inter_gbs_per_node in the cluster file",
         )
     masked_context = step.mask_documents and layout.context > 1
     r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, masked_context)
@@ -243,7 +243,7 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
         raise PlanError(
             "cost.matrix-rate-unknown",
             f"the matrix rate of {device.name} is unknown",
-            hint="give bf16_tflops in devices.toml",
+            hint="set bf16_tflops in devices.toml",
         )
     if precision == "fp32":
         return (device.fp32_tflops or peak / 16) * c.matmul
@@ -269,7 +269,7 @@ def _rates(
         raise PlanError(
             "cost.memory-bandwidth-unknown",
             f"the memory bandwidth of {device.name} is unknown",
-            hint="give bandwidth_gbs in devices.toml",
+            hint="set bandwidth_gbs in devices.toml",
         )
     if machine.efficiency is not None:
         c = with_efficiency(c, machine.efficiency)
