@@ -326,7 +326,7 @@ def _checkpoints(run: Run, events: Sequence[Event]) -> list[dict[str, Any]]:
             saves[event.step]["state"] = f"removed ({event.reason or 'superseded'})"
     digits = [folder.name.removeprefix("step-") for folder in run.checkpoints.glob("step-*")]
     for step in (int(d) for d in digits if d.isdigit()):
-        saves.setdefault(step, {"step": step, "state": "on disk, not in events.jsonl"})
+        saves.setdefault(step, {"step": step, "state": "on disk, but not in events.jsonl"})
     return [saves[step] for step in sorted(saves)]
 
 

@@ -240,7 +240,7 @@ def progress(s: RunSummary, columns: Columns) -> list[Item]:
             y_title="step",
             marks=_spaced_marks(marks, span / unit),
             height=320,
-            caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
+            caption="A gap is time without a step. Where the curve goes back, work was lost to a fault and repeated.",
         )
     ]
 

@@ -267,7 +267,7 @@ def save_notes(folder: Folder, query: Query, body: bytes) -> dict[str, Any]:
     except WindlassError as error:
         return {"error": error.message, "hint": error.hint}
     except ValueError:
-        return {"error": "what was sent is not JSON", "hint": None}
+        return {"error": "the request body is not JSON", "hint": None}
     return {"notes": notes.model_dump(mode="json")}
 
 
@@ -281,13 +281,13 @@ def data_json(folder: Folder, query: Query) -> dict[str, Any]:
         more = f" and {counted(len(others), 'more run')} with the same data" if others else ""
         parts.append({**json.loads(section), "title": view.summary().name + more, "run": view.name})
     if not parts:
-        parts = [section_json(Section("", (Note(f"No run in {folder.root} yet: a ledger appears with its run."),)))]
+        parts = [section_json(Section("", (Note(f"No run in {folder.root} yet, so there is no ledger."),)))]
     return {"sections": redact([*_left_out(folder), *parts])}
 
 
 def _left_out(folder: Folder) -> list[dict[str, Any]]:
     count = len(folder.views())
-    text = f"{count:,} runs are here: this page shows the {MAX_WHOLE_RUNS} that wrote last."
+    text = f"This folder has {count:,} runs; this page shows the {MAX_WHOLE_RUNS} that were updated last."
     return [section_json(Section("", (Note(text),)))] if count > MAX_WHOLE_RUNS else []
 
 
