@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unav
 def find_latest(run: Run, verify: bool = True, before: int | None = None) -> SavedCheckpoint | None:
     """The newest complete checkpoint (below step `before`), or None. Call it on all ranks; they share the reading.
 
-    A run whose checkpoints are all damaged is refused: to start again from nothing, unasked, could lose months.
+    It is an error if all checkpoints of a run are damaged: starting from scratch unasked could lose months of work.
     """
     if _rank() == 0:
         _tidy_temporaries(run, verify)
@@ -177,7 +177,8 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 def read_tensors(reader: CheckpointReader, state: dict[str, Any]) -> None:
     """Fill `state` in place, on one rank or on all."""
-    _on_rank_0(reader.load_metadata)  # inside its `load`, DCP turns every error of it into an AssertionError
+    # Not inside `load`, where DCP turns every error into an AssertionError.
+    _on_rank_0(reader.load_metadata)
     try:
         load_distributed(state, storage_reader=reader, planner=ValuePlanner(), no_dist=_world_size() == 1)
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
@@ -289,7 +290,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a pytorch_model.bin, the only form in which older models (HerBERT) are published. Nothing in the
     file is run."""
     try:
-        # Files of before torch 1.6 are not archives and cannot be mapped.
+        # Files written before torch 1.6 are not archives and cannot be mapped.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     except pickle.UnpicklingError:

@@ -201,7 +201,7 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> str:
-    """Set one dotted key in a raw table and return it by our name; `layout=none` takes that table out again."""
+    """Set one dotted key in a raw table and return it by our name; `layout=none` removes that table."""
     if len(parts) == 2 and parts[0] == "model" and isinstance(model := raw.get("model"), dict):
         raw["model"] = with_our_names(model)
         parts = ("model", hf_aliases({**model, parts[1]: value}).get(parts[1], parts[1]))
@@ -245,7 +245,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """A short hash of what a run *is*: two recipes with the same hash may share a run folder."""
+    """A short hash of the keys that define a run: two recipes with the same hash may share a run folder."""
     included, excluded = {"name", "seed", "model", "data"}, {"data": {"tokens", "store"}}
     value = recipe.model_dump(mode="json", include=included, exclude=excluded)
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -255,7 +255,7 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def refuse(code: str, where: str, problems: Sequence[str], hint: str) -> None:
-    """One ConfigError that lists all problems; nothing happens where there is none."""
+    """Raise one ConfigError that lists all problems, if there are any."""
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(code, f"{where}: {count}\n" + "\n".join(f"  {p}" for p in problems), hint=hint) from None
@@ -297,7 +297,7 @@ def _problem(model: type[BaseModel], item: Any) -> str:
 
 
 def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
-    """Keys of the table at a dotted path; indices and names of entries are passed over."""
+    """Keys of the table at a dotted path; indices and names of entries are skipped."""
     table: Any = model
     for part in loc:
         extra = table.extra_table(part) if issubclass(table, ModelConfig) and part not in table.model_fields else None

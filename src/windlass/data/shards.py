@@ -258,7 +258,7 @@ class TokenArray:
         """Fill `out` with the tokens from `start` on."""
         number = bisect_right(self._begins, start) - 1
         first, done = start - self._begins[number], 0
-        while done < len(out):  # a second time only for a sequence that continues in the next shard
+        while done < len(out):  # a second round only for a sequence that continues in the next shard
             part = self.shards[number].array[first : first + len(out) - done]
             if part.dtype.itemsize > 4:  # else a large id would silently become another one
                 refuse_outside(part, None, str(self.shards[number].file))

@@ -126,7 +126,7 @@ class Store:
         damages = [p for name, stretches in checksums.items() for p in check_file(self.path / name, stretches)]
         if damages:
             return problems + damages
-        # The numbers of the manifest against files whose checksums are right.
+        # Compare the numbers of the manifest with the files, whose checksums are right.
         faults = []
         for shard in shards:
             files = (shard.file, shard.index, *([shard.marks] if shard.marks else []))

@@ -43,11 +43,10 @@ from windlass.processes import ForkedWorkers, WorkerDiedError, WorkerFailedError
 from windlass.runs.lock import holder, locked
 
 _EARLY_STOP_REJECTS = 1000  # a run in which most documents are rejected stops at once: probably a wrong field name
-_WARM_UP_CHUNKS = (
-    4  # per worker, from which on the first chunk is done before the fork: all wait for it, but learn from it
-)
-_PARENT = -1  # number of this process among its workers
-_MIN_GROWTH_BYTES = 100_000_000  # that a worker may grow even if tokenizer and engine alone are large
+# Per worker. With more chunks, the first is processed before the fork: all workers inherit the engine's cache.
+_WARM_UP_CHUNKS = 4
+_PARENT = -1  # worker number of this process itself
+_MIN_GROWTH_BYTES = 100_000_000  # by which a worker may grow even if tokenizer and engine alone are large
 _REREAD_BYTES = 300_000_000  # above which loading the engine again is cheaper than decompressing up to the same place
 _SETTINGS = (
     "add_eos", "special_tokens", "dedup", "utf8", "min_chars", "max_chars", "max_document", "validation", "chunk",
@@ -144,7 +143,7 @@ def _tokenize(
         updated = update_terms(target, manifest, shared.file) if task is None else None
         manifest = updated or manifest
         if not items:
-            if work.is_dir():  # something was to be added, and is no longer wanted
+            if work.is_dir():  # an earlier run began to add sources that the data file no longer has
                 undo_joining(work, target, manifest)
                 shutil.rmtree(work, ignore_errors=True)
             return replace(_result(target, manifest, started, 0, 0, ""), restated=updated is not None)
@@ -270,7 +269,8 @@ def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_failures(work: Path) -> Iterator[None]:
-    """Turn SIGTERM (the queue's time limit), failures of the disk and of workers into errors that say how to go on."""
+    """Turn SIGTERM (the queue's time limit), failures of the disk and of workers into errors that say how to
+    continue."""
 
     def stop(number: int, frame: object) -> None:
         raise StoppedError(
@@ -378,7 +378,7 @@ def _process_chunks(
                 max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
     with _explain_failures(shared.folder):
-        # What the engine learns from a chunk before the fork, all workers know.
+        # All workers inherit what the engine has cached before the fork.
         if engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
             worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
             try:

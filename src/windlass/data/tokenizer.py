@@ -166,8 +166,8 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bool = False) -> Tokenizer:
     """The tokenizer of a file or folder. `eos` overrides which token ends a document, by name or id.
 
-    `glance`: read only what must be known before the first token off a JSON. The library then loads the file when a
-    text is first encoded, and complains there if it cannot.
+    `glance`: read from a JSON only what is needed before the first text. The library then loads the file when a text is
+    first encoded, and fails there if it cannot.
     """
     path = Path(path)
     candidates = [file for name in _FILE_NAMES for file in sorted(path.glob(name))] if path.is_dir() else [path]

@@ -167,7 +167,7 @@ def without_overlap(rows: list[EarRow]) -> list[EarRow]:
             if (row.job, row.node) == (other.job, other.node)
             and not (row.start is None or row.end is None or other.start is None or other.end is None)
         ]
-        # Together: they overlap for more than half of this one's time.
+        # Simultaneous: they overlap for more than half of this row's time.
         if not any(seconds > max(0.0, ((row.end or 0.0) - (row.start or 0.0)) / 2) for seconds in overlaps):
             kept.append(row)
     return [row for row in steps if row in kept]

@@ -502,8 +502,7 @@ def check_chain(job: BatchJob, expected_links: int | None) -> list[Finding]:
 def check_budget(
     asked_node_hours: float, used_node_hours: float, budget: float | None, needed_node_hours: float | None = None
 ) -> list[Finding]:
-    """The jobs at their limit, and what the whole run is expected to need until it is finished, against what is
-    left."""
+    """Compare the remaining budget with the jobs at their limit, and with what the whole run is expected to need."""
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours

@@ -35,7 +35,7 @@ from windlass.units import print_bytes, print_seconds, print_share
 
 SLOW_SHARE = 0.85  # a device slower than this share of the median is named: the whole job waits for it
 SLOW_LINK_SHARE = 0.6  # the same for the all-reduce inside a node
-CLASS_SHARE = 0.6  # below this share of what its class has reached elsewhere a device is suspect
+CLASS_SHARE = 0.6  # a device is suspect below this share of the best rate measured on such devices
 MAX_SKEW_SECONDS = 1.0
 MIN_OPEN_FILES = 4096
 MIN_SHARED_BYTES = 2**30

@@ -97,7 +97,7 @@ def executors(run: Run) -> dict[str, Executor]:
 
 
 def dry_run_executor(prepared: PreparedLaunch) -> Executor | None:
-    """Whose jobs a dry run may ask for; None where there is no scheduler."""
+    """The scheduler that a dry run may ask about jobs; None if there is none."""
     if prepared.local:
         return LocalExecutor(prepared.run_dir)
     return SlurmScheduler() if slurm_available() else None
@@ -253,8 +253,8 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
 
 
 def forecast_cost(job: BatchJob, cluster: Cluster, expected: Planned, share_left: float = 1.0) -> JobCost:
-    """At most: all jobs to their limit. Expected: the planner's run time, when there is one. `share_left`: of a run
-    that goes on, what it has still to train."""
+    """At most: all jobs to their limit. Expected: the planner's run time, when there is one. `share_left`: share of
+    the run that is still to be trained."""
     unlimited, seconds, rate = math.isinf(job.seconds), expected.run_seconds, cluster.billing.per_node_hour
     job_hours = 0.0 if unlimited else job.nodes * job.seconds / 3600
     expected_hours = None if seconds is None else job.nodes * seconds / 3600
@@ -396,7 +396,8 @@ def submission_values(job: BatchJob, cluster: Cluster, executor: str) -> dict[st
 
 
 def check_known(executor: Executor, job: str) -> None:
-    """SLURM takes a condition on a job it does not know as met: the run would start before its data exist."""
+    """Check that SLURM knows the job. It treats a dependency on an unknown job as satisfied, so the run would start
+    before its data exist."""
     if job not in executor.states([job]):
         raise LaunchError(
             "launch.unknown-dependency",
@@ -406,7 +407,7 @@ def check_known(executor: Executor, job: str) -> None:
 
 
 def cancel(run: Run, by_name: Mapping[str, Executor], only: str | None = None) -> list[str]:
-    """Cancel what waits or runs of this run, later jobs first so that none starts meanwhile."""
+    """Cancel the waiting and running jobs of this run, the last first, so that none starts in the meantime."""
     ledger = entries(run, by_name, strict=True)
     if only is not None and only not in {e.job for e in ledger}:
         jobs = ", ".join(e.job for e in ledger) or "none"

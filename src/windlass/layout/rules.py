@@ -1,7 +1,8 @@
-"""Which layouts are valid. Every rule stands here once, with a stable code, the numbers and the nearest valid value.
+"""Which layouts are valid. Every rule is defined here once, with a stable code, the numbers and the nearest valid
+value.
 
 `violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does
-not propose: it does not know what they cost, or they never pay."""
+not propose: it does not know what they cost, or they are never faster."""
 
 import math
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
 
 
 def _broken(*rules: tuple[bool, str, str, str]) -> list[Violation]:
-    """Violations of the rules that are broken: each whether it is, code, message, nearest valid value."""
+    """One violation per broken rule. A rule is (is broken, code, message, nearest valid value)."""
     return [Violation(code, message, valid) for is_broken, code, message, valid in rules if is_broken]
 
 
@@ -60,7 +61,7 @@ def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = 
 
 
 def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
-    """Refuse degrees that do not divide the model, which no number of devices and no batch would change."""
+    """Raise an error for degrees that do not divide the model; no number of devices and no batch can fix these."""
     codes = (
         "layout.tensor-not-divisible",
         "layout.too-many-stages",
@@ -128,7 +129,7 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
 
 
 def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
-    """Division of the devices, and of the batch over them."""
+    """Problems with dividing the devices, and the batch over the devices."""
     group = layout.tensor * layout.pipeline * layout.context
     product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {group}"
     if group > size.devices:
@@ -198,7 +199,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
 
 
 def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | None:
-    """A global batch that the replicas and their micro-batches do not divide, with the nearest that they do."""
+    """The violation if the global batch does not divide over the replicas and their micro-batches; None if it does."""
     if size.sequences is None:
         return None
     valid = nearest_batches(Layout(data=data, micro_batch=micro_batch), size)
@@ -214,8 +215,8 @@ def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | N
 
 
 def nearest_batches(layout: Layout, size: JobSize) -> list[int]:
-    """The global batches that this layout divides next to the job's own, in sequences, the nearest first; only the
-    job's own where it is one of them.
+    """The valid global batches nearest to the job's own, in sequences, the nearest first. If the job's own is valid, it
+    is the only one.
 
     Every replica gets the same number of micro-batches, and a pipeline at least one per rank."""
     sequences, unit = size.sequences or 0, layout.data * layout.micro_batch
@@ -224,7 +225,7 @@ def nearest_batches(layout: Layout, size: JobSize) -> list[int]:
     below = sequences // step * step
     if below == sequences >= least:
         return [sequences]
-    # Two equally near: the larger, which loses no work per step.
+    # Of two equally near batches the larger comes first.
     return sorted({max(least, below), max(least, below + step)}, key=lambda valid: (abs(valid - sequences), -valid))
 
 
@@ -292,7 +293,7 @@ def not_ranked(
 
 
 def check_step(recipe: Recipe, model: ModelSpec) -> None:
-    """Refuse settings that a model's blocks do not have, before memory is taken."""
+    """Raise an error for settings that the model's blocks do not support, before any memory is allocated."""
     train = recipe.train
     if recipe.data.masks_documents and (model.foreign or not all(b.masks_documents for b in model.blocks)):
         key = "data.mask_documents" if recipe.data.mask_documents else 'data.pack = "documents"'

@@ -441,7 +441,7 @@ class TraceOrigin:
 
 
 def check_same_job(first: TraceOrigin, second: TraceOrigin) -> str | None:
-    """Refuses two traces that cannot be two ranks in one window of one job; a note when that is only doubtful."""
+    """Raise an error if two traces cannot be two ranks in one window of one job; return a note if that is doubtful."""
     names = f"{first.path} and {second.path}"
     hint = "give one trace per rank, all from one window of one job; `windlass compare` compares jobs"
     if first.rank is not None and first.rank == second.rank:

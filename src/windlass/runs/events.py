@@ -58,7 +58,7 @@ def read_fields(cls: type[Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _converters(cls: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Asked once per class: a list of runs reads thousands of events."""
+    """Cached per class, because a list of runs reads thousands of events."""
     return [(f.name, _CONVERTERS.get(f.type, lambda value: value)) for f in fields(cls) if f.name != "extra"]
 
 
@@ -274,7 +274,7 @@ class LayersMeasured(
         return layer, value, value / median if median > 0 else None
 
     def describe(self) -> str:
-        """The quantity in which one layer stands out most comes first; the largest logit needs no comparison."""
+        """The quantity with the largest outlier layer comes first; the largest logit comes last."""
         names = ("gradient_norm", "weight_norm", "update_norm", "activation_rms")
         entries = [(name, entry) for name in names if (entry := self.largest(name)) is not None]
         parts = [
@@ -382,7 +382,7 @@ class ExpertLoads(
     percent: Any = None
 
     def rows(self) -> dict[str, list[float]]:
-        """Layer -> load of each expert; only what can be right, all of one length."""
+        """Layer -> load of each expert; only plausible rows, all of the same length."""
         layers = self.percent.items() if isinstance(self.percent, dict) else ()
         rows = {
             str(layer): loads

@@ -197,7 +197,7 @@ def build(
 
 
 def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> str | None:
-    """None when the last step is done; otherwise why all ranks agreed to stop."""
+    """Train to the last step and return None, or return the reason why all ranks agreed to stop."""
     recipe, plan, progress, stop = training.recipe, training.plan, training.progress, checkpoints.stop
     recorder, first_step, first_done_at = checkpoints.recorder, progress.step, 0.0
     batches = open_batches(training)
@@ -260,14 +260,14 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
     started_at, joules_before = time.monotonic(), training.energy()["joules"]
 
     def stopping() -> str | None:
-        """A long pass shows signs of life between batches, and notices requests to stop."""
+        """Called between batches of a long pass: writes a heartbeat and returns the reason of a requested stop."""
         each(hooks, "on_wait", training, "validation")
         return checkpoints.stop.agreed_to_stop()
 
     validation = training.validator.run(stopping)
     seconds, joules = time.monotonic() - started_at, training.energy()["joules"]
     checkpoints.recorder.leave_out(seconds, None if joules_before is None or joules is None else joules - joules_before)
-    if validation is None:  # asked to stop on the way: the save comes first
+    if validation is None:  # a stop was requested during validation: save first
         return
     checkpoints.validated(validation)
     if training.world.is_main:
@@ -315,7 +315,7 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
 
 
 def measures_layers(training: Training) -> bool:
-    """Whether the next step looks at every layer (train.instruments)."""
+    """Whether the next step measures every layer (train.instruments)."""
     every = training.recipe.train.instruments
     return bool(every) and (training.step + 1) % every == 0
 
@@ -323,8 +323,8 @@ def measures_layers(training: Training) -> bool:
 def trial_step(training: Training) -> str:
     """One forward and backward pass over token 0, so that running out of memory costs seconds, not hours.
 
-    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the
-    log gives the memory it needed beside the planner's prediction."""
+    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The log line gives
+    the memory it needed and the planner's prediction."""
     device, plan, layout = training.world.device, training.plan, training.start.layout
     tokens = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
     batch: Batch = TokenBatch(tokens, torch.zeros_like(tokens) if training.start.step.mask_documents else None)
@@ -354,7 +354,7 @@ def trial_step(training: Training) -> str:
 def announce(
     training: Training, checkpoints: Checkpointing, restored: SavedCheckpoint | None, load_seconds: float
 ) -> None:
-    """Write the manifest and the first event, and say every automatic choice with its reason."""
+    """Write the manifest and the first event, and print every automatic choice with its reason."""
     world, recipe, plan, run_folder = training.world, training.recipe, training.plan, training.run
     if training.meter is not None:
         training.meter.start(checkpoints.carried_joules if world.place.node_rank == 0 else None)

@@ -37,7 +37,7 @@ from windlass.launch.sweep.points import SweepPoint
 
 MAX_SECONDS = 4 * 3600.0  # wall time of a packed job when the sweep has none: short jobs start soon
 MARGIN = 1.5  # a point may take this much longer than expected before the other points of its pack are in danger
-SPARE_SECONDS = 60.0  # of a job beyond its points: windlass itself starts and writes tables
+SPARE_SECONDS = 60.0  # time of a job besides its points: windlass starts and writes tables
 UNKNOWN_SECONDS = 1800.0  # for a point without a prediction and without a time_limit
 
 
@@ -53,7 +53,7 @@ class SweepPack:
 
 @dataclass(frozen=True, kw_only=True)
 class PackArray:
-    """The packs of one shape, the array job that runs them, and what stands in front of each point's command."""
+    """The packs of one shape, the array job that runs them, and the prefix of each point's command."""
 
     machine: Cluster
     packs: list[SweepPack]
@@ -74,7 +74,7 @@ class CommandRequest:
 def make_packs(
     sweep_run: SweepRun, points: Sequence[SweepPoint], limit_seconds: float, per_node: int
 ) -> list[SweepPack]:
-    """Greedy, in the sweep's order: a new allocation begins where the next point would not fit in the time."""
+    """Fill allocations in the sweep's order; start a new one when the next point would exceed the wall time."""
     packs: list[SweepPack] = []
     for group in _by_shape(points, per_node):
         pack, nodes = None, _shape(group[0], per_node)[0]
@@ -95,7 +95,8 @@ def _shape(point: SweepPoint, per_node: int) -> tuple[int, int]:
 
 
 def _by_shape(points: Sequence[SweepPoint], per_node: int) -> list[list[SweepPoint]]:
-    """By nodes and devices; by nodes alone where the commands call srun: each step takes the devices it asks for."""
+    """Group points by nodes and devices; by nodes alone if the commands call srun, which requests the devices
+    itself."""
     shapes: dict[tuple[int, int | None], list[SweepPoint]] = {}
     for point in points:
         nodes, devices = _shape(point, per_node)
@@ -222,7 +223,7 @@ def submit_packs(
 
 
 def points_with_job(sweep_run: SweepRun, points: Sequence[SweepPoint], *, everything: bool) -> list[SweepPoint]:
-    """Without those that are invalid or would not fit."""
+    """The points that get a job: without those that are invalid or predicted not to fit."""
     expected = sweep_run.expectations
     return [p for p in points if expected[p.name].verdict != "illegal" and (everything or not expected[p.name].skip)]
 
@@ -235,7 +236,7 @@ def _pack_job(
     name: str,
     options: Sequence[str],
 ) -> BatchJob:
-    """A training job of this shape that runs the sweep instead; for a command, with the sweep's own settings."""
+    """A training job of this shape whose command is the sweep; for a command, with the sweep's own settings."""
     first, slurm, sweep_dir = packs[0], machine.slurm, sweep_run.folder.path.absolute()
     folder = sweep_dir / "packs" / name
     if point.recipe is not None:
