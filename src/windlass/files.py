@@ -93,8 +93,8 @@ def append_line_buffered(path: Path, value: Any) -> bool:
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """Open a file for reading. FileNotFoundError for anything but a regular file: opening a named pipe, which others may
-    have put into a folder, would wait for ever."""
+    """Open a file for reading. FileNotFoundError for anything but a regular file: opening a named pipe, which others
+    may have put into a folder, would wait for ever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -214,5 +214,5 @@ def read_text_file(path: Path, description: str) -> str:
         raise DataError(
             "files.not-utf8",
             f"the {description} {path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
+            hint="convert it to UTF-8, for example with iconv -f LATIN1 -t UTF-8",
         ) from None

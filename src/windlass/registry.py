@@ -33,7 +33,7 @@ class Registry:
             raise ConfigError(
                 f"registry.unknown-{self.kind.replace(' ', '-')}",
                 f"unknown {self.kind} {name!r}",
-                hint=f"did you mean {' or '.join(close)}?" if close else f"one of: {', '.join(self.names())}",
+                hint=f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(self.names())}",
             )
         return target
 

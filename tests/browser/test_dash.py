@@ -211,7 +211,7 @@ def test_planner_takes_numbers_saves_a_recipe_and_is_shared_by_its_address(serve
     page.fill("#size", "180B")
     page.fill("#width", "")
     page.fill("#layers", "")
-    until(page, "document.getElementById('answer').textContent.includes('fits nowhere')")
+    until(page, "document.getElementById('answer').textContent.includes('no layout of')")
 
 
 def test_sweep_data_and_profile_pages(server, open_page):
@@ -241,7 +241,7 @@ def test_a_sweep_is_drawn_followed_and_leads_to_its_runs(server, folder, open_pa
     until(page, "document.querySelector('.sub').textContent.includes('9 of 9 points')")
     assert page.inner_text("#points tbody tr td") == "beside"
     page.select_option("#which", "runs")
-    page.wait_for_selector("h1:text('All runs against each other')")
+    page.wait_for_selector("h1:text('Comparison of all runs')")
     page.go_back()
     page.click("#points a:text('beside')")
     page.wait_for_selector(".plot[data-key=loss] .main-svg")

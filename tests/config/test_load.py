@@ -84,7 +84,10 @@ def test_rules_over_several_keys(recipe_file):
         recipe_file(GOOD.replace("heads = 4", "heads = 5").replace("batch_tokens = 512", "batch_tokens = 500"))
     )
     assert "model.heads (5) does not divide model.width (64)" in error.message
-    assert "data.batch_tokens (500) is not a multiple of data.seq_len (64); nearest valid: 448 or 512" in error.message
+    assert (
+        "data.batch_tokens (500) is not a multiple of data.seq_len (64); nearest valid value: 448 or 512"
+        in error.message
+    )
 
 
 @pytest.mark.parametrize(

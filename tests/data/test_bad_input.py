@@ -352,7 +352,7 @@ def test_the_data_file_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_data_file(tmp_path / "d.toml")
     assert "validatoin: unknown key; did you mean validation?" in caught.value.message
-    assert "a chunk has 4 KiB to 64 MiB" in caught.value.message
+    assert "use 4 KiB to 64 MiB" in caught.value.message
     assert "license: unknown key" in caught.value.message
 
 

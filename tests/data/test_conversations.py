@@ -107,7 +107,7 @@ def test_rejects_are_counted_by_reason_and_nothing_is_dropped_silently(
         "empty answer": {"messages": [user, {"role": "assistant", "content": " "}]},
         "no answer at the end": {"messages": [user]},
         "unknown role": {"messages": [{"role": "narrator", "content": "x"}]},
-        "no messages, conversations or instruction in it": {"text": "x"},
+        "it has no messages, conversations or instruction": {"text": "x"},
         "not JSON": "{",
     }
     long = {"messages": [user, {"role": "assistant", "content": "water " * 200}]}

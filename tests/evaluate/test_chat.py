@@ -55,7 +55,7 @@ def test_one_question_and_a_conversation(run: Run) -> None:
         call(run.path, "--prompt", "zee " * 500)
     assert long.value.code == "evaluate.question-too-long"
     printed = call(run.path, "--tokens", 4, text="zee " * 500 + "\nlier?\n")
-    assert printed.count("> ") >= 2 and "tokens, and the model reads" in printed, "the conversation goes on"
+    assert printed.count("> ") >= 2 and "tokens, but the model reads" in printed, "the conversation goes on"
 
 
 def test_an_answer_sees_the_conversation_and_forgets_its_beginning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -781,7 +781,7 @@ def rolled_back(lab: Lab, world: int = 2, steps: int = 24) -> Row:
     back = [(e.step, e.to_step) for e in run.events() if e.event == "rollback"]
     ok = codes == [0] * world and back == [(16, 12)]
     text = (
-        f"went back from step {back[0][0]} to {back[0][1]}, data range skipped, finished"
+        f"rolled back from step {back[0][0]} to {back[0][1]}, data range skipped, finished"
         if ok
         else f"codes {codes}, rollbacks {back}"
     )

@@ -99,7 +99,7 @@ def test_failures_in_a_row_are_said_less_and_less_often(run, store, monkeypatch)
     assert caught.value.code == "checkpoint.last-save-failed"
     told = [text for text in said if "could not be saved" in text]
     assert ["times in a row" in text for text in told][:2] == [False, True] and 3 <= len(told) <= 5
-    assert "newest good one is step" not in told[0]
+    assert "newest complete checkpoint is step" not in told[0]
     assert files.steps_on_disk(run) == []
 
 

@@ -174,7 +174,7 @@ def test_check_layout_raises_all_violations_with_the_first_code(recipe: Callable
         check_layout(model, layout, job)
     assert error.value.code == "layout.tensor-not-divisible"
     assert "12" in error.value.message and "micro_batch 3" in error.value.message
-    assert "nearest valid: 4" in error.value.message
+    assert "nearest valid value: 4" in error.value.message
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_device_copies_of_step_marks_are_no_steps(tmp_path, builder):
     assert profile(trace, tmp_path).steps == 2
     doubled = profile(trace, tmp_path, Mode.TB)
     assert len(doubled.per_step_us) + doubled.steps_dropped == 4
-    assert any("steps of their own" in note for note in doubled.notes)
+    assert any("as separate steps" in note for note in doubled.notes)
 
 
 def test_a_trace_of_the_device_alone_uses_its_marks(tmp_path, builder):

@@ -123,7 +123,7 @@ class TestSecurity:
 
     def test_an_address_that_cannot_be_read_is_answered(self, server):
         answer, body = get(server, f"/api/runs?{'a=1&' * 200}", token=False)
-        assert (answer.status, body) == (400, b"this address cannot be read\n")
+        assert (answer.status, body) == (400, b"this address is not valid\n")
 
     @pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "TRACE"])
     def test_other_methods_do_not_exist(self, server, method):

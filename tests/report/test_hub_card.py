@@ -42,7 +42,7 @@ def test_what_is_stated_stands_in_the_metadata(run):
         "tags": ["windlass", "llama"],
     }  # fmt: skip
     assert text.startswith("\n# sample") and "AutoModelForCausalLM.from_pretrained(folder)" in text
-    assert "| licence of the weights | Apache-2.0 |" in text and "begins from the weights of openGPT-X" in text
+    assert "| licence of the weights | Apache-2.0 |" in text and "starts from the weights of openGPT-X" in text
 
 
 def test_what_is_not_known_is_left_out(run):

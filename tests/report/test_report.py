@@ -87,7 +87,7 @@ def test_the_templates_further_questions_are_asked_of_the_kinds_that_are_there(r
     text = with_sources(run, [web, {"name": "made", "kind": "synthetic"}])
     assert "| 2.3 Period of collection | crawl: 2024-01 to 2024-06 |" in text
     assert re.search(r"\| 2\.3 Crawlers: .* \| not stated in the ledger; to be written by the provider \|", text)
-    assert "| 2.5 Models that made the data | not stated in the ledger; to be written by the provider |" in text
+    assert "| 2.5 Models that generated the data | not stated in the ledger; to be written by the provider |" in text
     assert "| 3.3 Other processing | crawl: boilerplate removed |" in text
     assert "2.4 Services" not in text
 

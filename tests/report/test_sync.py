@@ -137,7 +137,7 @@ def test_a_failure_while_watching_is_said_and_tried_again(two):
     wandb, said = Wandb(1, "no route to host"), []
     two.record(Finished(step=1))
     sync_watch(two, 0.0, say=said.append, rounds=2, send=wandb)
-    assert len(said) == 2 and "no route to host; tried again at the next check" in said[0]
+    assert len(said) == 2 and "no route to host; the next check tries again" in said[0]
     wandb._code = 0
     sync_watch(two, 0.0, say=said.append, send=wandb)
     assert said[2:] == ["offline-run-20261114_235959-id1: sent", "offline-run-20261115_040000-id1: sent"]

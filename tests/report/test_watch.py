@@ -79,7 +79,7 @@ def test_a_mixture_of_experts_shows_its_routing(tmp_path):
     summary = watch.look()
     shown = dict(facts(summary, watch.columns, BEGIN))
     assert shown["experts"] == "fullest 1.38 x the mean" and "2 nats" in shown["router"]
-    assert "loads of experts" not in text_of(picture(summary, watch.columns, 80, BEGIN), 80)
+    assert "expert loads" not in text_of(picture(summary, watch.columns, 80, BEGIN), 80)
     items = curves(summary, watch.columns)
     assert {"Most used expert", "Entropy of the routers"} <= {i.title for i in items if isinstance(i, Chart)}
     assert [i.values for i in items if isinstance(i, Heat)] == [[[150, 50], [100, 100]]]

@@ -78,9 +78,9 @@ def test_every_kind_has_a_meaning_and_describes_itself_without_its_fields(kind):
             "saved step 4 (2 KiB, training waited 500 ms, written in 2 s)",
         ),
         ({"event": "expert_loads", "step": 6, "percent": {"1": [100, 100, 100], "2": [0, 240, 60], "3": "damaged"}},
-         "loads of experts at step 6: up to 2.40 x the mean (expert 1 of layer 2), 1 unused"),
+         "expert loads at step 6: up to 2.40 x the mean (expert 1 of layer 2), 1 unused"),
         ({"event": "rollback", "step": 6, "to_step": 4, "skipped_tokens": 200},
-         "went back from step 6 to 4, skipping 200 tokens of data"),
+         "rolled back from step 6 to 4, skipping 200 tokens of data"),
     ],
 )  # fmt: skip
 def test_events_describe_themselves_with_units(line, text):

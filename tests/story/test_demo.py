@@ -48,7 +48,7 @@ def test_the_whole_story(tmp_path):
     # the plan of the second run was written before its first step
     second = run / "data" / "second"
     assert (second / "plan.json").stat().st_mtime < next(read_json_lines(second / "metrics.jsonl"))["time"]
-    closing = done.stdout.split("What this machine did", 1)[1]
+    closing = done.stdout.split("Results on this machine", 1)[1]
     assert "not measured" not in closing and "unknown" not in closing and "assumed" in closing
     # what it leaves is what recipes/tiny_cpu.toml trains on
     listing = subprocess.run(
@@ -95,7 +95,7 @@ def test_the_closing_screen_has_the_numbers_of_the_report(tmp_path):
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(RunError, match="holds other files"):
+    with pytest.raises(RunError, match="contains other files"):
         clear(Story(tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "x"
 

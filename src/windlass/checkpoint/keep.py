@@ -116,5 +116,7 @@ def check_quota(need: Forecast) -> None:
             "checkpoint.quota-too-small",
             f"the checkpoints need {print_bytes(need.peak_bytes)} and {need.limit_name} is {print_bytes(limit)} "
             f"({need.kept} kept, {print_bytes(need.checkpoint_bytes)} each)",
-            hint=hint if room > 0 else "the quota has no room for a checkpoint in addition to the one being written",
+            hint=hint
+            if room > 0
+            else "increase the quota: it has no room for one checkpoint in addition to the one being written",
         )

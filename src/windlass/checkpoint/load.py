@@ -37,7 +37,7 @@ from windlass.runs.folder import Run
 logger = logging.getLogger(__name__)
 ADAPTER = ".adapter."  # in the names of a LoRA adapter's weights
 PICKLED = ".bin"
-DAMAGED_HINT = "the copy was cut off or damaged: compare it with the original"
+DAMAGED_HINT = "copy the file again: it is truncated or damaged"
 # DCP warns at every load of a single process, which is intended here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unav
 def find_latest(run: Run, verify: bool = True, before: int | None = None) -> SavedCheckpoint | None:
     """The newest complete checkpoint (below step `before`), or None. Call it on all ranks; they share the reading.
 
-    A run whose checkpoints are all damaged is refused: to start again from nothing, unasked, could lose months.
+    It is an error if all checkpoints of a run are damaged: starting from scratch unasked could lose months of work.
     """
     if _rank() == 0:
         _tidy_temporaries(run, verify)
@@ -96,7 +96,7 @@ def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     except CheckpointError as error:
         return None, error.message
     if folder.name != f"step-{manifest['step']:09d}":
-        return None, f"its manifest is of step {manifest['step']}"
+        return None, f"its manifest is for step {manifest['step']}"
     problems = list(files.size_problems(folder, manifest))
     forbidden = sorted(name for name in manifest["files"] if not os.access(folder / name, os.R_OK))
     if forbidden and not problems:  # not damaged: report it and set nothing aside
@@ -185,7 +185,8 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 def read_tensors(reader: CheckpointReader, state: dict[str, Any]) -> None:
     """Fill `state` in place, on one rank or on all."""
-    _on_rank_0(reader.load_metadata)  # inside its `load`, DCP turns every error of it into an AssertionError
+    # Not inside `load`, where DCP turns every error into an AssertionError.
+    _on_rank_0(reader.load_metadata)
     try:
         load_distributed(state, storage_reader=reader, planner=ValuePlanner(), no_dist=_world_size() == 1)
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
@@ -304,7 +305,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a pytorch_model.bin, the only form in which older models (HerBERT) are published. Nothing in the
     file is run."""
     try:
-        # Files of before torch 1.6 are not archives and cannot be mapped.
+        # Files written before torch 1.6 are not archives and cannot be mapped.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     except pickle.UnpicklingError:
@@ -337,13 +338,13 @@ def weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(
             "checkpoint.no-safetensors",
             f"{folder} has no *.safetensors files and no pytorch_model.bin",
-            hint="write other forms again with transformers' save_pretrained",
+            hint="convert other formats with transformers' save_pretrained",
         )
     if absent := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
             "checkpoint.weights-incomplete",
             f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})",
-            hint="the copy was cut off: copy the missing files",
+            hint="copy the missing files: the copy is incomplete",
         )
     return parts
 

@@ -42,7 +42,7 @@ def report_missing(run: Run, latest: SavedCheckpoint | None) -> str | None:
             "checkpoint.gone",
             f"all checkpoints of this run are gone: step {newest.step} was saved{_when_and_where(run, newest)}, and "
             f"{run.checkpoints} holds none",
-            hint="mount the disk or copy the checkpoints back; to begin again at step 0 on purpose, add "
+            hint="mount the disk or copy the checkpoints back; to start again at step 0, add "
             f"{SCRATCH_OPTION} to `windlass train`, `resume` or `launch`",
         )
     event = _loss(newest, latest.step, latest.tokens)
@@ -56,7 +56,7 @@ def restart_from_scratch(run: Run) -> None:
     if on_disk := steps_on_disk(run):
         raise CheckpointError(
             "checkpoint.not-gone",
-            f"{SCRATCH_OPTION}, but {run.checkpoints} holds {len(on_disk)} checkpoints, the newest of step "
+            f"{SCRATCH_OPTION} was given, but {run.checkpoints} holds {len(on_disk)} checkpoints, the newest of step "
             f"{on_disk[-1][0]}",
             hint="omit the option to resume; to train from step 0 and keep them, choose a new folder with --run",
         )

@@ -170,7 +170,11 @@ class Saver:
         """A message about failing saves for the terminal: at the first failure, the second, the fourth, ..."""
         if self.last is None or self.last.ok or self._failures & (self._failures - 1):
             return None
-        good = f"the newest good one is step {self.good.step}" if self.good else "this start has no good one yet"
+        good = (
+            f"the newest complete checkpoint is step {self.good.step}"
+            if self.good
+            else "this start has no complete checkpoint yet"
+        )
         times = "" if self._failures == 1 else f" ({self._failures} times in a row)"
         problem = f"step {self.last.step} could not be saved{times}: {self.last.error}"
         return f"{problem}; training continues and retries; {good}"

@@ -30,17 +30,22 @@ def budget(
         float | None, typer.Option(help="Model FLOP utilisation to assume, such as 0.4 (default: the planner's own).")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Count 8N instead of 6N FLOPs: full recompute at the given MFU.")
+        bool,
+        typer.Option("--recompute", help="Assume full recomputation at the given MFU: count 8N instead of 6N FLOPs."),
     ] = False,
-    sizes: Annotated[str, typer.Option(help="Model sizes.")] = "1B,2B,7B,13B,30B,70B",
-    tokens: Annotated[str | None, typer.Option(help='Token target to mark and to price, such as "450B".')] = None,
-    unique: Annotated[str | None, typer.Option(help='Number of tokens before data repeats, such as "450B".')] = None,
-    seq_len: Annotated[int, typer.Option(help="Sequence length of planned models.", min=1)] = 4096,
+    sizes: Annotated[str, typer.Option(help="Comma-separated model sizes.")] = "1B,2B,7B,13B,30B,70B",
+    tokens: Annotated[str | None, typer.Option(help='Number of tokens to mark and to price, such as "450B".')] = None,
+    unique: Annotated[
+        str | None, typer.Option(help='Number of unique tokens, after which the data repeats, such as "450B".')
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Sequence length of the planned models.", min=1)] = 4096,
     euro_per_kwh: Annotated[float | None, typer.Option(help="Price of electricity per kWh.")] = None,
     euro_per_node_hour: Annotated[float | None, typer.Option(help="Price of one node-hour.")] = None,
     as_json: JsonOption = False,
     png: Annotated[Path | None, typer.Option(help="Write the curves as an image (.png, .svg or .pdf).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with curves, map and caveats.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with the curves, the map of model sizes and the caveats.")
+    ] = None,
 ) -> None:
     """Show tokens vs. training time for each model size, what fits the budget, and a rough loss estimate."""
     from windlass.clusters import load_cluster
@@ -54,7 +59,7 @@ def budget(
         raise ConfigError(
             "cli.nodes-and-devices-differ",
             f"{nodes} nodes have {nodes * per_node} devices, not {devices}",
-            hint="give --nodes or --devices",
+            hint="give either --nodes or --devices",
         )
     if devices is not None and (devices < 1 or devices % per_node):
         below, above = max(1, devices // per_node) * per_node, (max(0, devices) // per_node + 1) * per_node

@@ -21,9 +21,11 @@ from windlass.errors import ConfigError, DataError
 
 def chat(
     run: ModelArgument,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Ask this once instead of reading questions.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Ask this one question instead of starting a conversation.")
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of tokens of an answer.")] = 512,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of tokens in an answer.")] = 512,
     temperature: TemperatureOption = 0.7,
     top_p: TopPOption = 0.95,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same answers.")] = 0,
@@ -35,7 +37,7 @@ def chat(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Chat with a model, using its chat template. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at a question ends the
+    """Chat with a model, using its chat template. Ctrl-C interrupts an answer; Ctrl-C or Ctrl-D at the prompt ends the
     conversation."""
     with working("importing torch", quiet=as_json):
         from windlass.convert.source import find_tokenizer
@@ -45,7 +47,11 @@ def chat(
         from windlass.evaluate.open_model import open_model
 
     if as_json and prompt is None:
-        raise ConfigError("evaluate.chat-json", "--json answers one question", hint="give it with --prompt")
+        raise ConfigError(
+            "evaluate.chat-json",
+            "--json answers a single question, but none is given",
+            hint="give the question with --prompt",
+        )
     with working(f"loading the weights of {run}", quiet=as_json):
         opened = open_model(run, step=step, device=device, dtype=dtype)
         template = load_chat_template(find_tokenizer(opened.source, tokenizer))

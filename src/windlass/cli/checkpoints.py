@@ -13,13 +13,13 @@ from windlass.units import print_bytes, print_tokens
 
 
 def checkpoints(
-    run: Annotated[Path, typer.Argument(help="Run folder, or its name under runs/.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksums.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its checksum.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List a run's checkpoints: complete or damaged, their metric, and the rule that keeps each.
 
-    Changes nothing; exit code 7 when one is damaged.
+    Changes nothing; the exit code is 7 if one is damaged.
     """
     from windlass.checkpoint import inventory, keep
     from windlass.runs import open_run

@@ -30,7 +30,8 @@ def clusters(
     ] = False,
     devices: Annotated[bool, typer.Option("--devices", help="List the known accelerators instead.")] = False,
 ) -> None:
-    """Show the known clusters with source and date of every value; add your own in ~/.config/windlass/clusters/."""
+    """Show the known clusters, with the source and date of every value; add your own in
+    ~/.config/windlass/clusters/."""
     from windlass.clusters import cluster_names, describe, load_cluster, load_device
     from windlass.clusters import devices as load_devices
     from windlass.clusters.probe import probe as probe_machine

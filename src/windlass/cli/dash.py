@@ -12,7 +12,7 @@ from windlass.cli.output import show, working
 
 def dash(
     folder: Annotated[Path, typer.Argument(help="A run folder, or a folder that holds runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option("--port", help="Port on localhost; 0 takes a free one.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option("--port", help="Port on localhost; 0 chooses a free one.", min=0, max=65535)] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print address and port as one JSON line, then serve.")
     ] = False,

@@ -39,15 +39,18 @@ def tokenize(
     ] = None,
     array_task: Annotated[
         str | None,
-        typer.Option("--array-task", help="Do the share of task I of N (I/N, from 0; auto inside an array job)."),
+        typer.Option(
+            "--array-task",
+            help="Process the share of task I of N, written I/N with I from 0; auto inside an array job.",
+        ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="With --array: cluster name, if it is not recognised.")
+        str | None, typer.Option("--cluster", help="With --array: cluster name, if it is not detected.")
     ] = None,
     account: Annotated[str | None, typer.Option("--account", help="With --array: SLURM account to charge.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn sources into a token store with exact counts and a ledger. Run it again to resume an interrupted run."""
+    """Turn sources into a token store with exact counts and a ledger. Run it again to resume after an interruption."""
     # There is no linear algebra here: numpy's threads would only spin, and get in the way of forking workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from windlass.config.sources import load_data_file
@@ -159,7 +162,7 @@ def data(
         Path, typer.Argument(help="Token store of windlass, Megatron, OLMo or datatrove.", metavar="STORE")
     ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check every checksum; exit code 5 if something is wrong.")
+        bool, typer.Option("--verify", help="Check every checksum; the exit code is 5 if something is wrong.")
     ] = False,
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Print the ledger, and write the summary of training content.")
@@ -280,10 +283,13 @@ def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
 
 def train(
     file: Annotated[Path, typer.Argument(help="Data file with the sources to learn from.", metavar="DATA.toml")],
-    vocab: Annotated[int, typer.Option("--vocab", help="Vocabulary size, the end token included.")] = 32_768,
+    vocab: Annotated[int, typer.Option("--vocab", help="Vocabulary size, including the end token.")] = 32_768,
     out: Annotated[Path, typer.Option("--out", help="Folder or .json file for the tokenizer.")] = Path("tokenizer"),
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", help="Text to learn from, shared by the sources in proportion to their size.")
+        str,
+        typer.Option(
+            "--max-bytes", help="Amount of text to learn from, taken from the sources in proportion to their size."
+        ),
     ] = "500 MB",
     reference: Annotated[Path | None, typer.Option("--reference", help="Tokenizer to compare with.")] = None,
     as_json: JsonOption = False,

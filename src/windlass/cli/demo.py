@@ -31,7 +31,7 @@ SECTIONS = (
     ("Tokenise", "once, before any GPU time is used; the token count is exact from here on",
      ("tokenize", "{data_file}")),
     ("Measure this machine", "MFU is a share of what one core can do, so that is measured first", ()),
-    ("Plan the run", "memory, speed and days before a node-hour is spent", ("plan", "{recipe_file}", "--top", "3")),
+    ("Plan the run", "memory, speed and duration before a node-hour is spent", ("plan", "{recipe_file}", "--top", "3")),
     ("Train on two processes, and lose one", "nodes fail in long runs, so one worker is killed on purpose",
      ("train", "{recipe_file}", "--devices", "2", "--run", "{folder}")),
     ("Evaluate", "bits per byte on held-out documents, so that tokenizers can be compared", ("eval", "{folder}")),
@@ -39,7 +39,7 @@ SECTIONS = (
      ("generate", "{folder}", "--prompt", "def read(self, ", "--tokens", "60", "--ignore-eos")),
     ("Learn from the run", "the planner's constants are fitted to what this machine really did",
      ("plan", "--calibrate", "{folder}")),
-    ("Predict a run that has not been made", "twice the layers: the fit has not seen it, and the plan is written first",
+    ("Predict a new run", "twice the layers: the fit has not seen it, and the plan is written first",
      ("plan", "{recipe_file}", *SECOND, "--top", "1")),
     ("Train it", "predicted and measured are compared at the end",
      ("train", "{recipe_file}", *SECOND, "--devices", "2", "--run", "{second}")),
@@ -55,7 +55,8 @@ def demo(
     ),
     steps: Annotated[int, typer.Option("--steps", min=24, help="Optimizer steps to train.")] = 100,
 ) -> None:
-    """Run a small project on this machine's CPU in under three minutes: data, plan, training, a fault, resume, report."""
+    """Run a small project on this machine's CPU in under three minutes: data, plan, training, a fault, resume,
+    report."""
     from windlass.launch import demo as project
     from windlass.runs.folder import Run
 
@@ -102,7 +103,7 @@ def demo(
                 hint="see the lines above for the reason; the demo stops here",
             )
     seconds = print_seconds(time.monotonic() - started_at)
-    out.print(table("What this machine did", ("", "result", "how it is known"), result_rows(story)))
+    out.print(table("Results on this machine", ("", "result", "basis"), result_rows(story)))
     out.print(f"\n[bold green]Done in {seconds}.[/bold green] Open the report in a browser:")
     for line in (f"  {(run / 'report.html').resolve()}", "Next:", *(f"  {line}" for line in next_lines(run))):
         out.print(line, markup=False, soft_wrap=True)
@@ -122,11 +123,11 @@ def _gather(story: Story) -> list[str]:
 def _measure(story: Story) -> str:
     from windlass.launch.demo import measure_core
 
-    return f"one core: {1e3 * measure_core(story):.1f} GFLOP/s, the best fp32 matrix product of sixty"
+    return f"one core: {1e3 * measure_core(story):.1f} GFLOP/s, the best of sixty fp32 matrix products"
 
 
 def result_rows(story: Story) -> list[tuple[str, str, str]]:
-    """The closing screen: (what, result, how it is known). Every number is the one that the report prints."""
+    """The closing screen: (name, result, basis). Every number is the one that the report prints."""
     from windlass.energy.totals import print_energy
     from windlass.report.collect import collect
     from windlass.report.tables import figure, number
@@ -145,7 +146,7 @@ def result_rows(story: Story) -> list[tuple[str, str, str]]:
         ("MFU", figure(first, "MFU"), f"of {first.manifest.get('mfu_denominator')}"),
         ("loss", f"{number(began)} to {figure(first, 'training loss')}", "training, first step and median of the last ten"),
         ("held-out text", f"{number(scores[-1]['value'] if scores else None)} bits per byte", "windlass eval"),
-        ("a lost worker", f"{figure(first, 'lost steps')} steps repeated", "resumed from the last checkpoint"),
+        ("lost worker", f"{figure(first, 'lost steps')} steps repeated", "resumed from the last checkpoint"),
         ("second run", f"{print_rate(measured)}, {error}", f"predicted {print_rate(predicted)} before it started"),
         ("energy", used, basis),
         ("CO2e", figure(first, "CO2e, location-based"),

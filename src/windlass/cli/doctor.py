@@ -27,10 +27,10 @@ def doctor(
         typer.Option("--path", help="A file system to measure (repeatable; default: the current folder)."),
     ] = None,
     megabytes: Annotated[int, typer.Option("--megabytes", min=1, help="Size of the file for the disk test.")] = 64,
-    store: Annotated[str | None, typer.Option("--store", help="Token store to open.")] = None,
-    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Tokenizer file to look for.")] = None,
+    store: Annotated[str | None, typer.Option("--store", help="Token store to check.")] = None,
+    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Tokenizer file to check.")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Larger products and messages: steadier numbers, more time.")
+        bool, typer.Option("--full", help="Use larger matrix products and messages: slower, but more stable numbers.")
     ] = False,
     no_devices: Annotated[bool, typer.Option("--no-devices", help="Skip checks that require torch.")] = False,
     account: Annotated[str | None, typer.Option("--account", help="SLURM account (job mode).")] = None,
@@ -38,7 +38,7 @@ def doctor(
     wait: Annotated[float, typer.Option("--wait", help="Seconds to wait for the job (job mode).")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check devices, links, disks, clocks and environment. Exit code 6: not fit for training."""
+    """Check devices, links, disks, clocks and environment. Exit code 6 means not fit for training."""
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.launch import doctor as checks
@@ -59,7 +59,7 @@ def doctor(
         raise ConfigError(
             "launch.cluster-missing",
             f"--nodes {nodes} needs a cluster",
-            hint="windlass doctor --cluster lumi-g --nodes 2",
+            hint="name it: windlass doctor --cluster lumi-g --nodes 2",
         )
     else:
         with working("checking disks, clock and environment", quiet=as_json):

@@ -29,7 +29,7 @@ SCOPES = {
 
 def energy(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/; none with --mwh.")
+        Path | None, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/; omit it with --mwh.")
     ] = None,
     ear: Annotated[
         list[Path] | None, typer.Option("--ear", help="EAR's CSV (eacct -c, --ear-user-db) to add to the run's record.")
@@ -55,7 +55,7 @@ def energy(
         ),
     ] = None,
     mwh: Annotated[
-        float | None, typer.Option("--mwh", min=0.0, help="Without a run: tonnes of CO2e of this energy, in MWh.")
+        float | None, typer.Option("--mwh", min=0.0, help="Without a run: compute the CO2e of this energy, in MWh.")
     ] = None,
     scope: Annotated[
         str, typer.Option("--scope", help="What --mwh was measured at: gpu, node or facility (with PUE).")
@@ -63,14 +63,16 @@ def energy(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="With --mwh: take PUE and intensities from this cluster file.")
     ] = None,
-    days: Annotated[float | None, typer.Option("--days", min=0.0, help="With --mwh: how long it took.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="With --mwh: on how many nodes.")] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.0, help="With --mwh: duration in days.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="With --mwh: number of nodes.")] = None,
     node_hours: Annotated[
-        float | None, typer.Option("--node-hours", min=0.0, help="With --mwh: instead of --days or --nodes.")
+        float | None,
+        typer.Option("--node-hours", min=0.0, help="With --mwh: node-hours, instead of --days or --nodes."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
+    """Print the run's energy table. Figures from EAR and SLURM are added to the run's record, so that every view shows
+    them."""
     overrides = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
     factors = {name: value for name, value in overrides.items() if value is not None}
     if mwh is not None and run is None:
@@ -174,20 +176,24 @@ def show_known_energy(
 
     numbers = {"--mwh": mwh, "--days": days, "--node-hours": node_hours, **factors}
     if bad := [f"{name} {value}" for name, value in numbers.items() if value is not None and not math.isfinite(value)]:
-        raise ConfigError("energy.not-a-number", f"{bad[0]} is not an amount", hint="give a number of 0 or more")
+        raise ConfigError("energy.not-a-number", f"{bad[0]} is not a valid amount", hint="give a number of 0 or more")
     if mwh and 0 in (days, node_hours):
         raise ConfigError(
-            "energy.no-time", f"{mwh:g} MWh in no time", hint="give --days or --node-hours above 0, or omit it"
+            "energy.no-time",
+            f"{mwh:g} MWh cannot be used in 0 hours",
+            hint="give --days or --node-hours above 0, or omit it",
         )
     counted = None if days is None or nodes is None else days * 24 * nodes
     if counted and node_hours and not math.isclose(counted, node_hours, rel_tol=0.01):
         raise ConfigError(
             "energy.hours-contradict",
-            f"--node-hours {node_hours:,g} contradict {days:g} days on {nodes} nodes, which are {counted:,g}",
-            hint="give two of --days, --nodes and --node-hours",
+            f"--node-hours {node_hours:,g} contradicts {days:g} days on {nodes} nodes, which is {counted:,g}",
+            hint="give only two of --days, --nodes and --node-hours",
         )
     if scope not in SCOPES:
-        raise ConfigError("energy.scope-unknown", f"--scope {scope} is not a scope", hint=f"one of {', '.join(SCOPES)}")
+        raise ConfigError(
+            "energy.scope-unknown", f"--scope {scope} is not a scope", hint=f"use one of {', '.join(SCOPES)}"
+        )
     if scope == "facility":
         if "pue" in factors:
             raise ConfigError(

@@ -44,7 +44,7 @@ class HeldOutOptions:
 class TaskOptions:
     task: Annotated[
         list[Path] | None,
-        typer.Option("--task", help="JSONL file of a task; its fields choose the suite; repeatable."),
+        typer.Option("--task", help="JSONL file of a task (repeatable); its fields determine the suite."),
     ] = None
     harness: Annotated[str | None, typer.Option("--harness", help="Comma-separated lm-evaluation-harness tasks.")] = (
         None
@@ -56,20 +56,24 @@ class TaskOptions:
     shots: Annotated[int | None, typer.Option("--shots", min=0, help="Solved examples before each question.")] = None
     template: Annotated[
         str | None,
-        typer.Option("--template", help="Prompt of a generation task, with {source} or its other fields in it."),
+        typer.Option(
+            "--template", help="Prompt template of a generation task, with {source} or other fields of the task."
+        ),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask generation and harness tasks through the tokenizer's chat template.")
+        bool, typer.Option("--chat", help="Use the tokenizer's chat template for generation and harness tasks.")
     ] = False
-    engine: Annotated[str, typer.Option("--engine", help="Generate with our decoder (windlass) or with vllm.")] = (
+    engine: Annotated[str, typer.Option("--engine", help="Generate with windlass's own decoder or with vllm.")] = (
         "windlass"
     )
     run_code: Annotated[
-        bool, typer.Option("--run-code", help="Code tasks: run what the model writes, in a sandbox.")
+        bool, typer.Option("--run-code", help="Code tasks: run the code that the model writes, in a sandbox.")
     ] = False
     weak_sandbox: Annotated[
         bool,
-        typer.Option("--weak-sandbox", help="With --run-code: also where the kernel cannot isolate the code fully."),
+        typer.Option(
+            "--weak-sandbox", help="With --run-code: run the code even if the kernel cannot isolate it fully."
+        ),
     ] = False
     answers: Annotated[
         Path | None, typer.Option("--answers", help="Append prompts and generated answers to this JSONL file.")
@@ -86,10 +90,10 @@ class RecordedOptions:
     ] = False
     beside: Annotated[
         list[Path] | None,
-        typer.Option("--compare-with", "--beside", help="With --recorded: add another run to the table; repeatable."),
+        typer.Option("--compare-with", "--beside", help="With --recorded: add another run to the table (repeatable)."),
     ] = None
     all_steps: Annotated[
-        bool, typer.Option("--all-steps", help="With --recorded: every evaluated checkpoint, not only the newest.")
+        bool, typer.Option("--all-steps", help="With --recorded: show every evaluated checkpoint, not only the newest.")
     ] = False
 
 
@@ -100,7 +104,7 @@ def eval_(
     tasks: TaskOptions,
     recorded: RecordedOptions,
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="Also look for the evaluation texts in the training split.")
+        bool, typer.Option("--overlap", help="Also search the training split for the evaluation texts.")
     ] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per forward pass.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with charts by group.")] = None,
@@ -193,7 +197,7 @@ def _read_tasks(tasks: TaskOptions, batch: int | None) -> list[tuple[TaskFile, S
             "evaluate.engine-cannot-score",
             f"{tasks.engine} only generates, and {', '.join(needs_weights) or 'held-out text'} needs the probabilities "
             "of given texts or the harness",
-            hint="run them without --engine",
+            hint="omit --engine",
         )
     return chosen
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def export(
     run: ModelArgument,
-    to: Annotated[Path, typer.Option("--to", help="New folder; it must not exist.")],
+    to: Annotated[Path, typer.Option("--to", help="New folder; it must not exist yet.")],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -30,16 +30,18 @@ def export(
         bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers before finishing.")
     ] = True,
     text: Annotated[
-        Path | None, typer.Option("--text", help="Text file to compare logits on (default: Python's library).")
+        Path | None, typer.Option("--text", help="Text file to compare logits on (default: Python's standard library).")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Tokenizer to use (default: the run's).")
     ] = None,
-    shard: Annotated[str, typer.Option("--shard", help="Maximum file size, and about the memory needed.")] = "4 GB",
+    shard: Annotated[
+        str, typer.Option("--shard", help="Maximum size of a weight file; the export needs about as much memory.")
+    ] = "4 GB",
     step: StepOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
+    """Write a Hugging Face folder (weights, config, tokenizer, model card) and verify its logits."""
     with working("importing torch", quiet=as_json):
         from windlass.convert.export import export as write_folder
         from windlass.files import read_text_file
@@ -89,12 +91,14 @@ def _check_text(check: LogitComparison) -> str:
 
 def import_(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Hugging Face folder, or a run whose vocabulary is to grow.")
+        Path, typer.Argument(metavar="DIR", help="Hugging Face folder, or a run whose vocabulary should grow.")
     ],
     run: Annotated[Path | None, typer.Option("--run", help="New run folder (default: runs/<name of DIR>).")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", help="New tokenizer: its embeddings are made from the old tokenizer's pieces."),
+        typer.Option(
+            "--tokenizer", help="New tokenizer; its embeddings are computed from those of the old tokenizer's pieces."
+        ),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", min=1, help="Sequence length to record (up to the model's maximum).")
@@ -102,7 +106,7 @@ def import_(
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Read a Hugging Face model into a run folder: `save.load = "RUN"` starts from it at any layout."""
+    """Import a Hugging Face model into a run folder; `save.load = "RUN"` trains from it with any layout."""
     with working("importing torch", quiet=as_json):
         from windlass.convert.imports import import_model
     with working(f"reading {folder}", quiet=as_json):

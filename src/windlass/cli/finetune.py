@@ -23,13 +23,13 @@ class FinetuneOptions:
     ] = None
     validation: Annotated[
         Path | None,
-        typer.Option("--validation", help="Examples that choose the best weights (default: a tenth of --train)."),
+        typer.Option("--validation", help="Examples used to choose the best weights (default: a tenth of --train)."),
     ] = None
     test: Annotated[
-        Path | None, typer.Option("--test", help="Examples to test on (default: scores are those of validation).")
+        Path | None, typer.Option("--test", help="Examples to test on (default: report the validation scores).")
     ] = None
     task_file: Annotated[
-        Path | None, typer.Option("--tune", help="TOML file of a task with [tune] keys; options replace its keys.")
+        Path | None, typer.Option("--tune", help="TOML file of a task with [tune] keys; options override its keys.")
     ] = None
     task: Annotated[
         str | None, typer.Option("--task", help="classify, multi_label, regress or tag (default: classify).")
@@ -40,7 +40,9 @@ class FinetuneOptions:
     frozen: Annotated[
         bool | None, typer.Option("--frozen/--full", help="Train only a head, or every weight (default).")
     ] = None
-    epochs: Annotated[float | None, typer.Option("--epochs", min=0.01, help="Default: 3.")] = None
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", min=0.01, help="Passes over the training examples (default: 3).")
+    ] = None
     batch: Annotated[
         int | None, typer.Option("--batch", min=1, help="Texts per step over all processes (default: 16).")
     ] = None
@@ -79,10 +81,10 @@ def finetune(
     save: SaveOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Fine-tune any local model on labelled texts; prints mean and spread of the scores over several seeds.
+    """Fine-tune any local model on labelled texts; prints the mean and spread of the scores over several seeds.
 
-    Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it. A finished
-    one is not trained again; with other settings it is refused.
+    Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it. A
+    finished run is not trained again; it is an error if its settings differ.
     """
     from windlass.cli.evaluate import score_table
     from windlass.clusters.scheduler import place

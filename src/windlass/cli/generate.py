@@ -25,7 +25,7 @@ def generate(
     temperature: TemperatureOption = 0.8,
     top_p: TopPOption = 0.95,
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string (repeatable).")] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
     go_on: Annotated[
         bool, typer.Option("--ignore-eos", "--go-on", help="Keep generating past the end-of-text token.")
@@ -38,7 +38,7 @@ def generate(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text: with a key/value cache (Llama) or a state of constant size (RetNet)."""
+    """Continue a text, with a key/value cache (Llama) or a state of constant size (RetNet)."""
     with working("importing torch", quiet=as_json):
         from windlass.convert.config_json import positions_of
         from windlass.convert.source import find_tokenizer

@@ -17,7 +17,9 @@ def image(
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", help="Image file to start from, or the tag of NVIDIA's image, as the definition asks."),
+        typer.Option(
+            "--base", help="Image file to start from, or the tag of NVIDIA's image, depending on the definition."
+        ),
     ] = None,
     definition: Annotated[
         str | None, typer.Option("--definition", help="Definition file (default: the cluster file's).")

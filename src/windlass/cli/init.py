@@ -34,16 +34,16 @@ def init(
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="Cluster name (windlass clusters lists them).")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM account to charge.")] = None,
-    size: Annotated[str | None, typer.Option(help='Number of parameters: "300M", "8B".')] = None,
+    size: Annotated[str | None, typer.Option(help='Number of parameters, such as "300M" or "8B".')] = None,
     data: Annotated[
         str | None, typer.Option(help="Token store, or texts to tokenize (a data file is then written as well).")
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help='Tokens to train on, like "450B" (default: those of the store, or 20 per parameter).'),
+        typer.Option(help='Tokens to train on, such as "450B" (default: those of the store, or 20 per parameter).'),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes (default: as few as finish within a month).")
+        int | None, typer.Option(min=1, help="Number of nodes (default: the fewest that finish within a month).")
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(min=16, help="Sequence length (default: 4096, or 1024 without a scheduler).")
@@ -106,7 +106,7 @@ def _refuse_existing(file: Path | None) -> None:
         raise ConfigError(
             "init.file-exists",
             f"{file} already exists",
-            hint="init overwrites nothing: choose another name, or edit the file",
+            hint="choose another name, or edit the file: init overwrites nothing",
         )
 
 

@@ -43,23 +43,27 @@ JOB_DROP = ("source", "from step", "limit", "nodes", "node-hours", "reason")
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes, instead of the recipe's.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes instead of the recipe's.")] = None,
     chain: Annotated[
         str | None,
-        typer.Option("--chain", help="K: submit K jobs, each after the one before. self: each job submits the next."),
+        typer.Option(
+            "--chain",
+            help="K: submit K jobs, each of which starts after the one before. self: each job submits the next.",
+        ),
     ] = None,
     run: NewRunOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print script, plan, cost and checks; submit nothing.")
+        bool, typer.Option("--dry-run", help="Print the job script, plan, cost and checks; submit nothing.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Submit even if a check fails.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without a scheduler.")] = False,
     devices: Annotated[int | None, typer.Option("--devices", help="With --local: number of devices.")] = None,
     after: AfterOption = None,
     pretokenize: Annotated[
-        Path | None, typer.Option("--pretokenize", help="DATA.toml: tokenize first, as a CPU job; train after it.")
+        Path | None,
+        typer.Option("--pretokenize", help="Data file to tokenize first, in a CPU job; training starts after it."),
     ] = None,
-    array: Annotated[int, typer.Option("--array", help="With --pretokenize: tasks of the array.")] = 8,
+    array: Annotated[int, typer.Option("--array", help="With --pretokenize: number of array tasks.")] = 8,
     sbatch: Annotated[
         list[str] | None,
         typer.Option("--sbatch", help="Additional sbatch option (repeatable): --sbatch exclude=nid001."),
@@ -225,7 +229,7 @@ def jobs(
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Node-hours, units and kWh per run and project, over all runs in a folder.")
     ] = False,
-    folder: Annotated[Path, typer.Option("--folder", help="With --ledger: where the runs are.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option("--folder", help="With --ledger: folder that holds the runs.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """List the jobs of a run: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
@@ -237,7 +241,7 @@ def jobs(
     if run and not ledger and not runs[0].jobs_file.exists():
         raise RunError(
             "launch.no-jobs",
-            f"{runs[0].path} has no jobs: it was not launched",
+            f"{runs[0].path} has no jobs: the run was not launched",
             hint="`windlass launch RECIPE` submits one; to follow a local run, use `windlass watch`",
         )
     with working("asking the scheduler", quiet=as_json):
@@ -250,7 +254,7 @@ def jobs(
             lines = []
             for t in group:
                 units = "unknown" if t.units is None else f"{t.units:,.1f} {t.unit}s"
-                notes = [f"length of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
+                notes = [f"duration of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
                 notes += [f"energy not measured in {t.unmeasured} of {t.jobs} jobs"] if t.unmeasured else []
                 lines.append(
                     (t.name, t.jobs, f"{t.node_hours:,.2f}", units, print_joules(t.energy_joules), "; ".join(notes))
@@ -279,7 +283,7 @@ def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
     link = "" if entry.link is None else f"{entry.link}/{entry.links}" if (entry.links or 1) > 1 else str(entry.link)
     reason = state.reason or (f"code {state.exit_code}" if state.exit_code else "")
     if state.never_starts:
-        reason = f"{reason}: never starts, {NEVER_STARTS[state.reason or '']}"
+        reason = f"{reason}: will never start, {NEVER_STARTS[state.reason or '']}"
     return (
         link if entry.kind == "train" else entry.kind,
         entry.job,
@@ -301,7 +305,9 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Keep printing until the run's jobs have ended.")
     ] = False,
     job: Annotated[str | None, typer.Option("--job", help="Job id (default: the newest job with a log).")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to start with.")] = 40,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="Number of lines from the end of the log to print first.")
+    ] = 40,
 ) -> None:
     """Print the log of a run's newest job, or follow it from job to job."""
     from windlass.launch import ledger, submit
@@ -322,7 +328,9 @@ def logs(
 
 def cancel(
     run: RunArgument,
-    job: Annotated[str | None, typer.Option("--job", help="Only this job (default: all of the run).")] = None,
+    job: Annotated[
+        str | None, typer.Option("--job", help="Cancel only this job (default: all jobs of the run).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Cancel the waiting and running jobs of a run. Checkpoints stay; `windlass launch` resumes from them."""
@@ -402,10 +410,10 @@ def link(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     code: Annotated[int, typer.Option("--code", help="Exit code of the ranks.")] = 0,
     by: Annotated[str, typer.Option("--by", help="Signal that the batch shell received.")] = "none",
-    job: Annotated[str | None, typer.Option("--job", help="next: the job that was submitted.")] = None,
+    job: Annotated[str | None, typer.Option("--job", help="With next: id of the submitted job.")] = None,
 ) -> None:
-    """For job scripts: decide whether work is left (before) and record how the job ended (after). Answers by exit
-    code."""
+    """Used by job scripts: decide whether work is left (before) and record how the job ended (after). The exit code is
+    the answer."""
     import socket
 
     from windlass.clusters.scheduler import job_id, restart_count
@@ -428,5 +436,7 @@ def link(
         raise typer.Exit(script.LINK_AGAIN if verdict.answer == "go" else script.LINK_STOP)
     else:
         raise ConfigError(
-            "launch.link-action", f"{action!r} is not before, after or next", hint="this command is for job scripts"
+            "launch.link-action",
+            f"unknown action {action!r}",
+            hint="use before, after or next; only job scripts need this command",
         )

@@ -11,13 +11,15 @@ import typer
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file.")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE")
+    list[str] | None, typer.Argument(help="Recipe keys to change: layout.micro_batch=4.", metavar="KEY=VALUE")
 ]
 ModelArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder or Hugging Face folder.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/.")]
 NewRunOption = Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Step of the checkpoint (default: the newest).")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1 (default: a GPU if any).")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one).")
+]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="fp32, bf16 or fp16 (default: the run's on a GPU, fp32 on a CPU).")
 ]
@@ -28,22 +30,26 @@ AccountOption = Annotated[str | None, typer.Option("--account", help="SLURM acco
 NewDataOption = Annotated[
     bool, typer.Option("--new-data", help="Continue even if the token store has changed since the last start.")
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress lines.")]
 ScratchOption = Annotated[
     bool,
     typer.Option("--restart-from-scratch", help="Restart at step 0 if all saved checkpoints are gone."),
 ]
 EngineProfileOption = Annotated[
     str | None,
-    typer.Option("--engine-profile", help="Predict for another engine, as used in 2024: torch, deepspeed or megatron."),
+    typer.Option(
+        "--engine-profile", help="Predict for another engine as teams used it in 2024: torch, deepspeed or megatron."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]
 AdjustOption = Annotated[
     bool,
-    typer.Option("--adjust", help="Use the nearest global batch that the devices divide evenly, and print it."),
+    typer.Option("--adjust", help="Use the nearest global batch that divides evenly over the devices, and print it."),
 ]
-TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+]
 TopPOption = Annotated[
     float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
 ]

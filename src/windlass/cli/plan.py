@@ -40,7 +40,10 @@ def plan(
         Path | None, typer.Option(help="Also write a page: memory, ranking, step time, scaling, energy.")
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the cluster's constants to measured runs or sweeps (arguments).")
+        bool,
+        typer.Option(
+            "--calibrate", help="Fit the cluster's constants to the measured runs or sweeps given as arguments."
+        ),
     ] = False,
 ) -> None:
     """Rank the layouts of a recipe on a cluster by memory, tokens/s, MFU, duration, energy and CO2e, with reasons."""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from windlass.profile.job_profile import ReadProgress
 
 MODE_HELP = (
-    "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the numbers of the removed torch-tb-profiler."
+    "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the same numbers as the discontinued "
+    "torch-tb-profiler."
 )
 
 
@@ -35,14 +36,14 @@ def profile(
     mode: Annotated[str, typer.Option(help=MODE_HELP)] = "fixed",
     as_json: JsonOption = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page with stacked step-time bars.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the operator and kernel tables.")] = 15,
+    top: Annotated[int, typer.Option(min=1, help="Number of rows in the operator and kernel tables.")] = 15,
     step: Annotated[int | None, typer.Option(help="First step of the window to show (default: the newest).")] = None,
     shapes: Annotated[
-        bool, typer.Option("--shapes", help="Group operators by input shapes too; with --now: record them.")
+        bool, typer.Option("--shapes", help="Also group operators by input shapes; with --now: record the shapes.")
     ] = False,
-    now: Annotated[bool, typer.Option("--now", help="Ask the running run for a trace of its next steps.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Ask a running run to trace its next steps.")] = False,
     steps: Annotated[int, typer.Option(help="With --now: number of steps.")] = 3,
-    ranks: Annotated[str, typer.Option(help="With --now: ranks that write a trace, like 0,8,16, or all.")] = "0",
+    ranks: Annotated[str, typer.Option(help="With --now: ranks that write a trace, such as 0,8,16, or all.")] = "0",
     stacks: Annotated[bool, typer.Option("--stacks", help="With --now: record Python stacks.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="With --now: also write a memory snapshot.")] = False,
     wait: Annotated[float, typer.Option(help="With --now: seconds to wait for the trace.")] = 120.0,
@@ -64,7 +65,9 @@ def profile(
         )
         if len(targets) != 1:
             raise ProfileError(
-                "profile.now-needs-one-run", "--now takes one running run", hint="windlass profile RUN --now"
+                "profile.now-needs-one-run",
+                "--now takes one running run",
+                hint="give one run folder: windlass profile RUN --now",
             )
         run = open_run(targets[0])
         captures.submit_request(run, request)
@@ -74,7 +77,7 @@ def profile(
             raise ProfileError(
                 "profile.request-unanswered",
                 f"{run.name} has written no trace within {wait:g} s",
-                hint=f"the request stays in {run.requests}; steps may be long: look again later with "
+                hint=f"the request stays in {run.requests}; steps may take long, so look again later with "
                 f"`windlass profile {run.name}`",
             )
     resolved = [captures.find_target(target, step=step) for target in targets]
@@ -84,7 +87,7 @@ def profile(
         raise ProfileError(
             "profile.several-runs",
             "`profile` takes one run, or the trace files of one job",
-            hint="windlass compare RUN RUN compares runs",
+            hint="use `windlass compare RUN RUN` to compare runs",
         )
     traces = [path for target in resolved for path in target.traces]  # several files are the ranks of one job
     with _reading(traces, quiet=as_json) as progress:
@@ -102,20 +105,21 @@ def compare(
     mode: Annotated[str, typer.Option(help=MODE_HELP)] = "fixed",
     as_json: JsonOption = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page with stacked step-time bars.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the operator and kernel diffs.")] = 15,
+    top: Annotated[int, typer.Option(min=1, help="Number of rows in the operator and kernel diffs.")] = 15,
     sort: Annotated[
         str,
         typer.Option(
-            help="Order of the operator diff: impact (change of own time), calls, host, self_host, device, "
+            help="Sort order of the operator diff: impact (change of self time), calls, host, self_host, device, "
             "self_device or name."
         ),
     ] = "impact",
     per_step: Annotated[
-        bool, typer.Option("--per-step", help="Operator and kernel diffs per step, for windows of different length.")
+        bool,
+        typer.Option("--per-step", help="Show operator and kernel diffs per step, for windows of different lengths."),
     ] = False,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest difference of the loss curves that counts as the same, in nats per token."),
+        typer.Option(help="Largest difference between loss curves that counts as equal, in nats per token."),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 1 if the loss curves differ by more than the tolerance.")
@@ -130,7 +134,7 @@ def compare(
         raise ProfileError(
             "profile.compare-needs-two",
             "compare needs at least two runs or traces",
-            hint="windlass compare BASELINE EXPERIMENT",
+            hint="give both: windlass compare BASELINE EXPERIMENT",
         )
     if order not in SORT_KEYS:
         raise ConfigError(
@@ -149,7 +153,7 @@ def compare(
     if untraced and not all_runs:
         raise ProfileError(
             "profile.compare-mixed",
-            f"without traces, only run folders can be compared ({', '.join(untraced)} has none)",
+            f"a run without traces can only be compared with other run folders ({', '.join(untraced)} has none)",
             hint="give run folders on both sides, or traces on both",
         )
     with _reading([path for target in resolved for path in target.traces], quiet=as_json) as progress:

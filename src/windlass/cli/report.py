@@ -13,7 +13,7 @@ from windlass.units import print_text
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Run folders; several join into one report. A folder of runs counts as all of them."),
+        typer.Argument(help="Run folders; several give one joint report. A folder of runs stands for all runs in it."),
     ],
     out: Annotated[
         Path | None,
@@ -65,7 +65,9 @@ def sync(
     run: Annotated[Path, typer.Argument(help="Run folder (or a copy of it on a machine with internet).")],
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Keep running, and upload whenever the running job asks for it (a trigger file)."),
+        typer.Option(
+            "--watch", help="Keep running, and upload whenever the running job requests it through a trigger file."
+        ),
     ] = False,
     every: Annotated[float, typer.Option("--every", help="Seconds between checks with --watch.", min=0.2)] = 30.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be uploaded; upload nothing.")] = False,

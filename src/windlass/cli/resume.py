@@ -13,9 +13,14 @@ def resume(
     run: RunArgument,
     overrides: OverridesArgument = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Processes here, one per device (default: as last time).")
+        int | None,
+        typer.Option(
+            "--devices", min=1, help="Processes on this machine, one per device (default: as in the last start)."
+        ),
     ] = None,
-    restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often failed workers are restarted.")] = 3,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, help="Maximum number of times to restart failed workers.")
+    ] = 3,
     new_data: NewDataOption = False,
     from_scratch: ScratchOption = False,
     quiet: QuietOption = False,

@@ -18,7 +18,7 @@ def show(
     as_json: JsonOption = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a recipe, for editors.")] = False,
     all_values: Annotated[
-        bool, typer.Option("--all/--set", help="All values, or only those that are not defaults.")
+        bool, typer.Option("--all/--set", help="Print all values, or only those that differ from the defaults.")
     ] = True,
 ) -> None:
     """Print every value of a recipe and where it came from."""

@@ -32,26 +32,32 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="Sweep file (TOML), or a dvc.yaml with a matrix stage.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="For the jobs of a command: launch.account=NAME.", metavar="KEY=VALUE"),
+        typer.Argument(
+            help="With a sweep of a command: keys for its jobs, such as launch.account=NAME.", metavar="KEY=VALUE"
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show the points and predictions; with --slurm every job script. Run nothing."),
+        typer.Option(
+            "--dry-run", help="Show the points and predictions, with --slurm also every job script; run nothing."
+        ),
     ] = False,
     cluster: Annotated[str | None, typer.Option(help="Predict for this cluster instead of the recipe's.")] = None,
     run: Annotated[Path | None, typer.Option("--run", help="Sweep folder (default: runs/<name>).")] = None,
-    only: Annotated[str | None, typer.Option(help="Repeat points by outcome: oom,fail,timeout,...")] = None,
-    point: Annotated[list[str] | None, typer.Option("--point", help="Only this point (repeatable).")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Repeat the points with these outcomes: oom,fail,timeout,...")
+    ] = None,
+    point: Annotated[list[str] | None, typer.Option("--point", help="Run only this point (repeatable).")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also run points predicted to run out of memory.")] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Write tables and page from the results so far; run nothing.")
+        bool, typer.Option("--report", help="Write the tables and the page from the results so far; run nothing.")
     ] = False,
     pick: Annotated[Path | None, typer.Option(help="Write the winning recipe to this file.")] = None,
     leaderboard: Annotated[
         Path | None, typer.Option(help="Also write the leaderboard (models x data sets) to this HTML file.")
     ] = None,
     command: Annotated[
-        str | None, typer.Option(help="Run this command instead of the file's, with the same axes in braces.")
+        str | None, typer.Option(help="Run this command instead of the file's; it names the same axes in braces.")
     ] = None,
     rank_by: Annotated[str | None, typer.Option(help="Column to rank by, instead of the sweep file's.")] = None,
     slurm: Annotated[
@@ -60,7 +66,7 @@ def sweep(
     force: Annotated[bool, typer.Option("--force", help="Run even if a check of the command or job fails.")] = False,
     inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
-    stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
+    stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: name of the stage.")] = None,
     engine_profile: EngineProfileOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -208,7 +214,7 @@ def _show_dry(
         units = f", {total.units:,.0f} {total.unit}s" if charged else ""
         sums = f"total {print_figure(total.node_hours)} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
         sums += f"{print_seconds(total.seconds)} if run one after another"
-    skipped = f"{total.skipped} skipped as out of memory (at least {print_share(sweep.skip_oom, digits=0)} sure)"
+    skipped = f"{total.skipped} skipped as out of memory (probability at least {print_share(sweep.skip_oom, digits=0)})"
     show(
         as_json,
         document,
@@ -216,7 +222,7 @@ def _show_dry(
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} invalid",
         sums,
-        f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
+        f"Predicted for {engine_profile} {AS_IN_2024} instead of windlass's own engine." if engine_profile else None,
         "memory: the peak that the run will log, without the allocator's reserve",
         "OOM risk: chance that the point runs out of memory, from the errors of the estimate on 129 published runs",
         *scripts,
@@ -318,5 +324,5 @@ def _finish(
         energy,
         figures.no_winner(rows, key) if counts.get("ok") and not ranked else None,
         f"page: {page}   table: {paths[0]}",
-        None if pick is None else f"the winner, {ranked[0]['point']}, is written to {pick}",
+        None if pick is None else f"the recipe of the winner, {ranked[0]['point']}, was written to {pick}",
     )

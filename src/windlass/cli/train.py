@@ -34,7 +34,8 @@ def train(
     run: NewRunOption = None,
     devices: ProcessesOption = None,
     restarts: Annotated[
-        int, typer.Option("--restarts", min=0, help="How often failed workers are restarted (with --devices).")
+        int,
+        typer.Option("--restarts", min=0, help="Maximum number of times to restart failed workers (with --devices)."),
     ] = 3,
     adjust: AdjustOption = False,
     new_data: NewDataOption = False,

@@ -63,7 +63,7 @@ def _read_cluster(name: str, shipped: Path, own: Path, stamps: FileStamps) -> Cl
         raise ConfigError(
             "clusters.invalid-binding",
             f"cluster {name}: " + "; ".join(faults),
-            hint="two ranks on one core run at half speed without a message: correct the file",
+            hint="correct the file: two ranks on one core run at half speed without a warning",
         )
     return cluster
 
@@ -112,7 +112,7 @@ def load_device(name: str) -> Device:
         raise ConfigError(
             "clusters.unknown-device",
             f"unknown device {name!r}",
-            hint=f"known: {', '.join(close)}; add yours to {user_folder()}/devices.toml",
+            hint=f"use one of {', '.join(close)}, or add yours to {user_folder()}/devices.toml",
         )
     return by_name[name]
 

@@ -91,7 +91,7 @@ def lint_entries(
         if reserved := own & set(node.reserved_cores):
             yield f"{name} uses reserved cores {print_cores(reserved)}"
         if beyond := {core for core in own if core >= node.cores}:
-            yield f"{name} names cores {print_cores(beyond)} of {node.cores}"
+            yield f"{name} names cores {print_cores(beyond)}, but the node has {node.cores}"
         for domain in node.numa:
             if rank in domain.devices and not own <= cores_of_list(domain.cores):
                 yield f"{name} is not on NUMA domain {domain.id} (cores {domain.cores}) of its device"

@@ -29,38 +29,38 @@ class FactSource(Table):
 
     source: str = Field(description="Document, address or person.")
     on: str | None = Field(
-        default=None, description='Date of the source or of the reading, as precisely as known ("2024-10").'
+        default=None, description='Date of the source or of the measurement, as precise as it is known ("2024-10").'
     )
     status: Literal["documented", "measured", "derived", "unverified", "assumed"] = Field(
         default="documented",
-        description="How reliable it is; what is neither documented nor measured is listed separately.",
+        description="How reliable the value is; values that are neither documented nor measured are listed separately.",
     )
-    note: str = Field(default="", description="Remark for the reader.")
+    note: str = Field(default="", description="Note for the reader.")
 
 
 class Device(Table):
     """One addressable accelerator: what PyTorch calls cuda:i (on MI250X a GCD)."""
 
     name: str = Field(description="Name used in cluster files.")
-    vendor: Literal["nvidia", "amd", "cpu"] = Field(description="Decides libraries, environment and sensors.")
+    vendor: Literal["nvidia", "amd", "cpu"] = Field(description="Determines libraries, environment and sensors.")
     arch: str = Field(description="The compiler's name: sm_90, gfx90a.")
     memory: Bytes = Field(description='Nominal size, for example "94 GB"; `usable_memory` is what a program can use.')
-    usable_memory: Bytes | None = Field(default=None, description="Memory that the driver gives a program.")
-    bf16_tflops: PositiveFloat | None = Field(description="Dense peak as quoted: the denominator of every MFU.")
+    usable_memory: Bytes | None = Field(default=None, description="Memory that a program can use.")
+    bf16_tflops: PositiveFloat | None = Field(description="Dense bf16 peak as quoted: the denominator of every MFU.")
     silicon_tflops: PositiveFloat | None = Field(
         default=None,
         description="Dense bf16 peak of this part where it differs from the catalogue (Leonardo's A100 has 124 "
         "multiprocessors, not 108); times are computed from it. Default: the quoted one.",
     )
     fp8_tflops: PositiveFloat | None = Field(
-        default=None, description="Dense peak; None where the device has no fp8 units."
+        default=None, description="Dense fp8 peak; not set if the device has no fp8 units."
     )
     fp32_tflops: PositiveFloat | None = Field(default=None, description="Dense peak in fp32.")
     matmul_tflops: PositiveFloat | None = Field(
         default=None, description="Highest bf16 matrix rate measured on such a device, where known."
     )
     bandwidth_gbs: PositiveFloat | None = Field(description="Device memory bandwidth, GB/s.")
-    tdp_watts: PositiveFloat | None = Field(description="Power at full load by the data sheet.")
+    tdp_watts: PositiveFloat | None = Field(description="Power at full load according to the data sheet.")
     idle_watts: PositiveFloat | None = Field(default=None, description="Power when idle.")
     per_module: PositiveInt = Field(
         default=1, description="Addressable devices that share one module (and its power counter): 2 on MI250X."
@@ -69,7 +69,8 @@ class Device(Table):
         default_factory=list, description="Lower-case parts of the name that the driver reports."
     )
     aliases: list[str] = Field(
-        default_factory=list, description="Names in tables of published runs: all words of one entry occur in the name."
+        default_factory=list,
+        description="Names in tables of published runs; an entry matches a name that contains all its words.",
     )
     sources: dict[str, FactSource] = Field(default_factory=dict, description="Sources of its numbers.")
 
@@ -131,10 +132,10 @@ class Node(Table):
 
 class Links(Table):
     intra_gbs: PositiveFloat | None = Field(
-        default=None, description="GB/s one device can send to the others of its node, one direction."
+        default=None, description="GB/s that one device can send to the others in its node, in one direction."
     )
     inter_gbs_per_node: PositiveFloat | None = Field(
-        default=None, description="GB/s of a node into the fabric, one direction."
+        default=None, description="GB/s that a node can send into the network, in one direction."
     )
     intra_latency_us: PositiveFloat = Field(
         default=8.0, description="Latency of a message inside a node, in microseconds."
@@ -161,10 +162,10 @@ class Partition(Table):
     max_nodes: PositiveInt | None = Field(default=None, description="Maximum nodes of a job.")
     gpus: bool = Field(default=True, description="Whether it has the devices of this file; false: a CPU partition.")
     cores: PositiveInt | None = Field(
-        default=None, description="Cores of one node that a job may use (default: the node's of this file)."
+        default=None, description="Cores of one node that a job may use (default: those of [node])."
     )
     user_cores: PositiveInt | None = Field(
-        default=None, description="Cores that all jobs of one user may use at the same time, where limited."
+        default=None, description="Cores that all jobs of one user may use at the same time, if limited."
     )
     use_for: Line = Field(default="", description="Description.")
 
@@ -175,7 +176,7 @@ class SlurmLimits(Table):
     partitions: list[Partition] = Field(default_factory=list, description="Partitions and their limits.")
     account: SlurmName | None = Field(
         default=None,
-        description="Account when the recipe names none and SBATCH_ACCOUNT is not set; for your own file of the cluster.",
+        description="Account if neither the recipe nor SBATCH_ACCOUNT names one; set it in your own cluster file.",
     )
     account_required: bool = Field(default=False, description="sbatch rejects a job without an account.")
     qos_required: bool = Field(default=False, description="sbatch rejects a job without a QOS.")
@@ -188,12 +189,12 @@ class SlurmLimits(Table):
     cpus_per_task: PositiveInt | None = Field(
         default=None, description="Cores per rank (default: usable cores divided by devices)."
     )
-    mem: SbatchValue | None = Field(default=None, description="Value of --mem; None: the option is not written.")
+    mem: SbatchValue | None = Field(default=None, description="Value of --mem (default: the option is not written).")
     mem_forbidden: bool = Field(default=False, description="The site rejects --mem.")
     exclusive: bool = Field(default=False, description="Write --exclusive.")
     whole_node: bool = Field(default=False, description="Jobs on several nodes must use all their devices.")
     requeue_default: bool | None = Field(
-        default=None, description="Whether the site requeues jobs by default; None: unknown."
+        default=None, description="Whether the site requeues jobs by default; not set: unknown."
     )
     extra: dict[SbatchKey, SbatchValue] = Field(
         default_factory=dict, description="Additional sbatch options, name = value."
@@ -243,10 +244,10 @@ class Container(Table):
         "image without it starts the command at once.",
     )
     definition: str | None = Field(
-        default=None, description="Definition in containers/ that `windlass image` builds from."
+        default=None, description="Definition file in containers/ from which `windlass image` builds."
     )
     build_modules: list[ModuleName] = Field(
-        default_factory=list, description="Environment modules without which an image cannot be built on the site."
+        default_factory=list, description="Environment modules that are needed to build an image."
     )
 
 

@@ -44,10 +44,10 @@ KIND_TEXTS = {
 # Model -> its kind of file, if it is one of those, and where its keys are described; the recipe where it is not named.
 MODELS: dict[str, tuple[FileKind | None, str]] = {
     "Recipe": ("recipe", "`windlass show --schema` lists every key; see docs/reference/recipe.md"),
-    "DataFile": ("data", "every key with its meaning: docs/reference/data-file.md"),
-    "SweepConfig": ("sweep", "every key with its meaning: docs/reference/sweep-file.md"),
-    "Cluster": (None, "every key with its meaning: docs/reference/cluster-file.md"),
-    "Device": (None, "every key with its meaning: docs/reference/cluster-file.md"),
+    "DataFile": ("data", "docs/reference/data-file.md lists every key"),
+    "SweepConfig": ("sweep", "docs/reference/sweep-file.md lists every key"),
+    "Cluster": (None, "docs/reference/cluster-file.md lists every key"),
+    "Device": (None, "docs/reference/cluster-file.md lists every key"),
     "PlannerQuestion": (None, "correct it in the form above"),
 }
 
@@ -87,7 +87,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError("config.file-missing", f"there is no file {path}", hint=missing_hint(path)) from None
     except IsADirectoryError:
         raise ConfigError(
-            "config.not-a-file", f"{path} is a folder, not a TOML file", hint="name the file itself"
+            "config.not-a-file", f"{path} is a folder, not a TOML file", hint="give the path of the file"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -122,7 +122,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     return raw
 
 
-INTEGER_HINT = "an integer has at most 64 bits: 9,223,372,036,854,775,807 is the largest"
+INTEGER_HINT = "use an integer of at most 64 bits: 9,223,372,036,854,775,807 is the largest"
 
 
 def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
@@ -131,7 +131,7 @@ def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
     for _ in range(MAX_TABLE_DEPTH):
         inner = [value for table in level for value in (table if isinstance(table, list) else table.values())]
         if large := [value for value in inner if isinstance(value, int) and abs(value) >= 2**63]:
-            message = f"{where}: an integer of {large[0].bit_length()} bits"
+            message = f"{where} has an integer of {large[0].bit_length()} bits"
             raise ConfigError("config.number-too-large", message, hint=INTEGER_HINT)
         level = [value for value in inner if isinstance(value, (dict, list))]
         if not level:
@@ -140,8 +140,10 @@ def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _too_deep(where: str) -> ConfigError:
-    hint = "a recipe, data, sweep or cluster file has a few tables, one inside the other: was it damaged?"
-    return ConfigError("config.nested-too-deep", f"{where}: nested more than {MAX_TABLE_DEPTH} deep", hint=hint)
+    hint = "check whether the file is damaged: recipes, data, sweep and cluster files have only a few nested tables"
+    return ConfigError(
+        "config.nested-too-deep", f"{where}: values are nested more than {MAX_TABLE_DEPTH} deep", hint=hint
+    )
 
 
 def shorten(text: str, length: int = 120) -> str:
@@ -199,7 +201,7 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> str:
-    """Set one dotted key in a raw table and return it by our name; `layout=none` takes that table out again."""
+    """Set one dotted key in a raw table and return it by our name; `layout=none` removes that table."""
     if len(parts) == 2 and parts[0] == "model" and isinstance(model := raw.get("model"), dict):
         raw["model"] = with_our_names(model)
         parts = ("model", hf_aliases({**model, parts[1]: value}).get(parts[1], parts[1]))
@@ -243,7 +245,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """A short hash of what a run *is*: two recipes with the same hash may share a run folder."""
+    """A short hash of the keys that define a run: two recipes with the same hash may share a run folder."""
     included, excluded = {"name", "seed", "model", "data"}, {"data": {"tokens", "store"}}
     value = recipe.model_dump(mode="json", include=included, exclude=excluded)
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -253,7 +255,7 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def refuse(code: str, where: str, problems: Sequence[str], hint: str) -> None:
-    """One ConfigError that lists all problems; nothing happens where there is none."""
+    """Raise one ConfigError that lists all problems, if there are any."""
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(code, f"{where}: {count}\n" + "\n".join(f"  {p}" for p in problems), hint=hint) from None
@@ -289,13 +291,13 @@ def _problem(model: type[BaseModel], item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "string_pattern_mismatch" and dotted == "name":
         legal = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")
-        message = f"letters, digits, dot, dash and underscore only; nearest valid: {legal or 'my-run'}"
+        message = f"letters, digits, dot, dash and underscore only; nearest valid value: {legal or 'my-run'}"
     is_shown = isinstance(value, Mapping) or repr(value) in message
     return redact_text(f"{dotted}: {message}" + ("" if is_shown else f" (got {shorten(repr(value))})"))
 
 
 def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
-    """Keys of the table at a dotted path; indices and names of entries are passed over."""
+    """Keys of the table at a dotted path; indices and names of entries are skipped."""
     table: Any = model
     for part in loc:
         extra = table.extra_table(part) if issubclass(table, ModelConfig) and part not in table.model_fields else None
@@ -311,7 +313,7 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
 
 
 def check(recipe: Recipe) -> None:
-    """Rules that span several keys; changes nothing and lists every problem."""
+    """Check the rules that involve several keys. Changes nothing; one error lists every problem."""
     data, problems = recipe.data, list(model_problems(recipe.model))
     for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
         if secret := find_secret(f"{value}"):
@@ -327,28 +329,30 @@ def check(recipe: Recipe) -> None:
             below = batch // data.seq_len * data.seq_len
             valid = nearest(batch, (size for size in (below, below + data.seq_len) if size))
             problems.append(
-                f"{key} ({batch:,}) is not a multiple of data.seq_len ({data.seq_len:,}); nearest valid: {valid}"
+                f"{key} ({batch:,}) is not a multiple of data.seq_len ({data.seq_len:,}); nearest valid value: {valid}"
             )
     problems += ramp_problems(data)
     train = recipe.train
     is_loss = recipe.save.metric == "loss" or recipe.save.metric.startswith("val_loss")
     if not is_loss and (recipe.tune is None or not recipe.tune.reads_examples):
-        problems.append(f"save.metric ({recipe.save.metric}): only for fine-tuning on examples; use val_loss")
+        problems.append(f"save.metric ({recipe.save.metric}): only available for fine-tuning on examples; use val_loss")
     if recipe.tune is not None and recipe.tune.task == "masked":
         refused = {"train.engine": train.engine != "native", "train.goldfish_k": train.goldfish_k}
-        problems += [f'{key}: not with tune.task = "masked"' for key, is_set in refused.items() if is_set]
+        problems += [
+            f'{key}: not supported with tune.task = "masked"; remove it' for key, is_set in refused.items() if is_set
+        ]
     if train.goldfish_k == 1:
         problems.append("train.goldfish_k (1) leaves every token out of the loss; use at least 2, or 0 to turn it off")
     if train.goldfish_k and train.goldfish_h >= data.seq_len:
         most = data.seq_len - 1
         problems.append(f"train.goldfish_h ({train.goldfish_h:,}) is not below data.seq_len; at most {most:,}")
     if train.goldfish_k and train.objective != "next_token":
-        problems.append(f"train.goldfish_k: only with train.objective = next_token, not {train.objective}")
+        problems.append(f"train.goldfish_k: only possible with train.objective = next_token, not {train.objective}")
     if data.reset_positions and not data.mask_documents:
         problems.append("data.reset_positions: needs data.mask_documents = true, or remove it")
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
-    refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
+    refuse("config.invalid", recipe.name, problems, "change one of the keys that each line names")
 
 
 def pattern_problems(model: ModelConfig) -> Iterator[str]:
@@ -356,7 +360,7 @@ def pattern_problems(model: ModelConfig) -> Iterator[str]:
     kinds = HYBRID_KINDS if model.family == "nemotron_h" else LAYER_KINDS
     letters = (model.pattern or LAYER_KINDS[0]).removesuffix(REPEATED)
     if not letters or set(letters) - set(kinds):
-        rule = f"letters of family {model.family!r} are {', '.join(kinds)}, at least one of them"
+        rule = f"use one or more of the letters of family {model.family!r}: {', '.join(kinds)}"
         yield f"model.pattern ({shorten(repr(model.pattern))}): {rule}"
     elif model.pattern == letters and len(letters) != model.layers:
         rule = f"{len(letters)} letters for {model.layers} layers"
@@ -365,18 +369,21 @@ def pattern_problems(model: ModelConfig) -> Iterator[str]:
     for letter, table, key in (("M", model.mamba, "heads"), ("E", model.experts, "count")):
         name = {"M": "mamba", "E": "experts"}[letter]
         if letter in letters and table is None:
-            yield f"model.{name}: needed by the {letter} layers of model.pattern (at least model.{name}.{key})"
+            yield f"model.{name}: missing; the {letter} layers of model.pattern need it (at least model.{name}.{key})"
     if model.mamba is not None and "M" not in letters:
         yield f"model.mamba: model.pattern ({letters}) has no M layer that would use it; write M, or remove the table"
     if model.mamba is not None and model.mamba.heads % model.mamba.groups:
         valid = nearest(model.mamba.groups, divisors(model.mamba.heads))
-        rule = f"does not divide model.mamba.heads ({model.mamba.heads}); nearest valid: {valid}"
+        rule = f"does not divide model.mamba.heads ({model.mamba.heads}); nearest valid value: {valid}"
         yield f"model.mamba.groups ({model.mamba.groups}) {rule}"
     if "W" in letters and model.window is None:
-        yield "model.window: needed by the W layers of model.pattern (positions that a query sees)"
+        yield "model.window: missing; the W layers of model.pattern need it (positions that a query sees)"
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind != "linear" and scaling.old_length is None:
-        yield f"model.rope_scaling.old_length: needed by kind {scaling.kind!r} (the sequence length before the scaling)"
+        yield (
+            f"model.rope_scaling.old_length: missing; kind {scaling.kind!r} needs the sequence length before the "
+            "scaling"
+        )
     if scaling is not None and scaling.low_turns >= scaling.high_turns:
         yield (
             f"model.rope_scaling.low_turns ({scaling.low_turns:g}) is not below "
@@ -390,7 +397,10 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
     if model.family == "retnet":
         yield "model.experts: family 'retnet' has a plain feed-forward block; remove the table"
     if model.activation == "xielu":
-        yield "model.activation (xielu): it has parameters, which experts do not; use swiglu, geglu, gelu or relu2"
+        yield (
+            "model.activation (xielu): experts cannot use it, because it has parameters; use swiglu, geglu, gelu "
+            "or relu2"
+        )
     if top_k > count:
         yield f"model.experts.top_k ({top_k}) is above model.experts.count ({count}); at most {count}"
     if count % groups:
@@ -420,7 +430,7 @@ def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str
 def latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[str]:
     """Keys that latent attention does not have."""
     if model.family == "retnet":
-        yield "model.latent: family 'retnet' has retention; remove the table"
+        yield "model.latent: family 'retnet' has retention instead of attention; remove the table"
     if latent.rope_dim % 2:
         yield f"model.latent.rope_dim ({latent.rope_dim}): positions are rotated in pairs, so it must be even; nearest: {latent.rope_dim + 1}"
     if set((model.pattern or "F").removesuffix(REPEATED)) != {"F"}:
@@ -442,7 +452,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     """What is missing in a [model] table or does not fit together."""
     heads, width = model.heads, model.width
     if model.family == "hf" and model.config is None:
-        yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
+        yield 'model.config: missing; model.family = "hf" needs a folder with config.json'
     if model.family == "hf" or model.family not in PRESETS.builtin:  # families of other packages check their own keys
         return
     for key in ("layers", "width", "heads", "vocab", "ffn"):
@@ -450,19 +460,19 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
             yield f"model.{key}: missing, and there is no default for family {model.family!r}"
     if heads and model.kv_heads and heads % model.kv_heads:
         valid = nearest(model.kv_heads, divisors(heads))
-        yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads}); nearest valid: {valid}"
+        yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads}); nearest valid value: {valid}"
     if not heads or not width:
         return
     if model.latent is not None:
         yield from latent_problems(model, model.latent)
     elif model.head_dim is None and width % heads:
         valid = nearest(heads, divisors(width))
-        yield f"model.heads ({heads}) does not divide model.width ({width}); nearest valid: {valid}"
+        yield f"model.heads ({heads}) does not divide model.width ({width}); nearest valid value: {valid}"
     size = model.head_dim or width // heads
     turned = int(size * model.rope_fraction)
     if model.latent is None and (turned % 2 or not turned):
         rule = "rotary positions rotate dimensions in pairs, so their number must be even and positive"
-        yield f"model.heads ({heads}) of width {size} each, of which {turned} are rotated: {rule}"
+        yield f"model.heads ({heads}): {turned} of the {size} dimensions of each head are rotated; {rule}"
     yield from pattern_problems(model)
     if model.experts is not None:
         yield from experts_problems(model, model.experts)

@@ -21,7 +21,7 @@ from windlass.registry import BLOCKS, PRESETS, import_target
 
 
 class RopeScalingConfig(Table):
-    """`[model.rope_scaling]`: rotary positions for sequences longer than those that the model began with."""
+    """`[model.rope_scaling]`: rotary positions for sequences that are longer than those of the original model."""
 
     kind: Literal["linear", "llama3", "yarn"]
     """linear slows all frequencies equally; llama3 and yarn keep the high ones."""
@@ -30,39 +30,41 @@ class RopeScalingConfig(Table):
     old_length: PositiveInt | None = None
     """Sequence length before the scaling. Needed by llama3 and yarn."""
     low_turns: PositiveFloat = 1.0
-    """llama3: pairs with fewer turns over the old length are slowed by the full factor (low_freq_factor)."""
+    """llama3: pairs of dimensions with fewer turns over the old length are slowed by the full factor
+    (low_freq_factor)."""
     high_turns: PositiveFloat = 4.0
-    """llama3: pairs with more turns over the old length are not slowed (high_freq_factor)."""
+    """llama3: pairs of dimensions with more turns over the old length are not slowed (high_freq_factor)."""
     beta_fast: PositiveFloat = 32.0
     """yarn: pairs with more turns over the old length are not slowed."""
     beta_slow: PositiveFloat = 1.0
     """yarn: pairs with fewer turns over the old length are slowed by the full factor."""
     truncate: bool = True
-    """yarn: the two limits are rounded to pairs."""
+    """yarn: the two limits are rounded to whole pairs."""
     attention_factor: PositiveFloat | None = None
-    """yarn: factor of cosines and sines (default: 0.1 ln(factor) + 1)."""
+    """yarn: factor applied to cosines and sines (default: 0.1 ln(factor) + 1)."""
     mscale: PositiveFloat | None = None
-    """yarn: with mscale_all_dim, the default of attention_factor is the quotient of 0.1 m ln(factor) + 1 for the
-    two."""
+    """yarn: if mscale_all_dim is set too, attention_factor defaults to (0.1 mscale ln(factor) + 1) / (0.1
+    mscale_all_dim ln(factor) + 1)."""
     mscale_all_dim: PositiveFloat | None = None
     """yarn: latent attention also multiplies its scores by the square of 0.1 mscale_all_dim ln(factor) + 1."""
 
 
 class ExpertsConfig(Table):
-    """`[model.experts]`: feed-forward blocks of which each token uses a few. No token is ever dropped."""
+    """`[model.experts]`: several feed-forward blocks (experts), a few of which each token uses. No token is ever
+    dropped."""
 
     count: PositiveInt
     """Number of experts in a layer, not counting shared experts."""
     top_k: PositiveInt
-    """Experts that each token uses."""
+    """Number of experts that each token uses."""
     ffn: PositiveInt | None = None
     """Inner size of one expert (default: model.ffn)."""
     shared: NonNegativeInt = 0
-    """Experts that every token uses; they are computed as one."""
+    """Number of shared experts, which every token uses; they are computed as one."""
     shared_ffn: PositiveInt | None = None
     """Inner size of one shared expert (default: that of the others)."""
     dense_layers: NonNegativeInt = 0
-    """Leading layers with a plain feed-forward block of size model.ffn."""
+    """Number of first layers that have a plain feed-forward block of size model.ffn instead."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores."""
     renormalise: bool = True
@@ -70,22 +72,23 @@ class ExpertsConfig(Table):
     groups: PositiveInt = 1
     """Group-limited routing: number of groups of experts; a token uses `groups_kept` of them."""
     groups_kept: PositiveInt | None = None
-    """Groups that a token's experts may come from (default: all). softmax ranks groups by their best expert, sigmoid
-    by their two best."""
+    """Number of groups that a token's experts may come from (default: all). softmax ranks groups by their best expert,
+    sigmoid by their two best experts."""
     scale: PositiveFloat = 1.0
-    """Factor of the experts' weights."""
+    """Factor applied to the routing weights of the experts."""
     bias: bool = False
-    """The router and all products of the experts add a bias."""
+    """The router and all matrices of the experts have a bias."""
     balance: Literal["loss", "bias", "both", "none"] = "loss"
-    """What keeps the experts equally used: a loss per sequence; a bias of the choice (not of the weights), moved after
-    each step by the loads of the whole batch; both; or nothing."""
+    """How the experts are kept equally used. loss: an auxiliary loss per sequence. bias: a bias on the choice of
+    experts (not on their weights), which is adjusted after each step by the loads in the whole batch. both: loss and
+    bias. none: not at all."""
     balance_weight: PositiveFloat | None = None
-    """Factor of the balance loss, which is 1 in a layer of equally used experts (default: 0.01); with balance = "bias"
-    the step of the bias."""
+    """Factor of the balance loss (default: 0.01). The loss is 1 in a layer whose experts are equally used. With
+    balance = "bias": the step of the bias."""
     bias_step: PositiveFloat | None = None
     """Step of the balancing bias (default: 0.001)."""
     z_loss: NonNegativeFloat = 0.0
-    """Factor of the squared log-sum of the router's logits."""
+    """Factor of the router's z-loss, the squared log-sum-exp of its logits; 0: off."""
 
     @property
     def loss_strength(self) -> float:
@@ -104,9 +107,9 @@ class LatentConfig(Table):
     """`[model.latent]`: multi-head latent attention. Keys and values of all heads are made from one narrow vector."""
 
     kv_rank: PositiveInt
-    """Width of the vector that keys and values are made from."""
+    """Width of the latent vector from which keys and values are computed."""
     q_rank: NonNegativeInt = 0
-    """Width of the vector that queries are made from; 0: they are made from the residual stream."""
+    """Width of the latent vector from which queries are computed; 0: they are computed from the residual stream."""
     nope_dim: PositiveInt
     """Dimensions of each head's queries and keys without rotary positions."""
     rope_dim: PositiveInt
@@ -123,17 +126,17 @@ class MambaConfig(Table):
     head_dim: PositiveInt = 64
     """Width of one head."""
     state: PositiveInt = 128
-    """State size per value of a head (ssm_state_size)."""
+    """State size per channel of a head (ssm_state_size)."""
     groups: PositiveInt = 8
-    """Groups of heads that write and read their states alike (n_groups)."""
+    """Number of groups of heads; the heads of a group share their B and C projections (n_groups)."""
     conv: Annotated[int, Field(ge=2)] = 4
-    """Positions that the convolution sees, its own included (conv_kernel)."""
+    """Number of positions that the convolution sees, including its own (conv_kernel)."""
     chunk: PositiveInt = 128
     """Chunk length of the computation; the result does not depend on it."""
     dt_min: PositiveFloat = 0.001
-    """Smallest time step, and the lower end of those that training begins with (time_step_min)."""
+    """Smallest time step, and the lower end of the range of initial time steps (time_step_min)."""
     dt_max: PositiveFloat = 0.1
-    """Upper end of the time steps that training begins with (time_step_max)."""
+    """Upper end of the range of initial time steps (time_step_max)."""
 
 
 REPEATED = "..."  # at the end of `model.pattern`
@@ -150,8 +153,8 @@ class ModelConfig(Table):
     __pydantic_extra__: dict[str, Any] = Field(init=False)
 
     family: Annotated[str, Registered(PRESETS)] = "llama"
-    """The published family whose Hugging Face folder the model is read from and written as; it sets the defaults of
-    the keys below. hf builds any causal language model from a local Hugging Face config. Installed packages may add
+    """Published model family. It sets the defaults of the keys below, and the Hugging Face format of import and
+    export. hf builds any causal language model from a local Hugging Face config. Installed packages may add
     families."""
     layers: PositiveInt | None = None
     """Number of transformer layers."""
@@ -174,7 +177,7 @@ class ModelConfig(Table):
     clamp_alpha: PositiveFloat = 1.702
     """clamped_swiglu: gate * sigmoid(clamp_alpha * gate) * (up + 1)."""
     clamp_limit: PositiveFloat = 7.0
-    """clamped_swiglu: the gate is limited from above, up from both sides."""
+    """clamped_swiglu: the gate is clamped to at most this value, up to plus or minus this value."""
     experts: ExpertsConfig | None = None
     """Mixture of experts instead of the feed-forward block (in a pattern with E: in the E layers)."""
     mamba: MambaConfig | None = None
@@ -185,19 +188,19 @@ class ModelConfig(Table):
     M Mamba-2, * attention without rotary positions, - feed-forward, E experts. `...` at the end repeats the letters
     before it."""
     window: PositiveInt | None = None
-    """Positions that a query of a W layer sees, its own included."""
+    """Number of positions that a query of a W layer sees, including its own."""
     qk_norm: Literal["none", "head", "width"] = "none"
     """RMSNorm of queries and keys, over each head or over all heads together."""
     latent: LatentConfig | None = None
     """Latent attention instead of grouped heads."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases of queries, keys and values, or also of the attention's output."""
+    """Biases of queries, keys and values (qkv), or also of the attention's output (all)."""
     attention_sinks: bool = False
-    """Each head has a trained score that takes a share of the attention and adds nothing."""
+    """Each head has a trained extra score that takes a share of the attention and contributes no value."""
     attention_softcap: PositiveFloat | None = None
     """Attention scores pass through softcap * tanh(score / softcap)."""
     attention_scale: PositiveFloat | None = None
-    """Factor of the attention scores (default: head_dim^-0.5)."""
+    """Factor applied to the attention scores (default: head_dim^-0.5)."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary position embedding."""
     rope_theta_window: PositiveFloat | None = None
@@ -205,9 +208,9 @@ class ModelConfig(Table):
     rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each head's dimensions that is rotated."""
     rope_scaling: RopeScalingConfig | None = None
-    """Scaling of the rotary positions in F layers; W layers keep theirs."""
+    """Scaling of the rotary positions in F layers; W layers are scaled only with rope_scaling_windows."""
     rope_scaling_windows: bool = False
-    """W layers have the scaled rotary positions too."""
+    """W layers use the scaled rotary positions too."""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm with a bias."""
     norm_place: Literal["pre", "post", "both"] = "pre"
@@ -215,9 +218,9 @@ class ModelConfig(Table):
     zero_centred_norm: bool = False
     """Norms multiply by one plus their weight."""
     embedding_scale: PositiveFloat | Literal["sqrt_width"] = 1.0
-    """Factor of the token vectors."""
+    """Factor applied to the token embeddings."""
     logit_scale: PositiveFloat = 1.0
-    """Factor of the logits."""
+    """Factor applied to the logits."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside the norms."""
     init_std: PositiveFloat = 0.02
@@ -274,7 +277,9 @@ class ModelConfig(Table):
         problems: list[Any] = []
         for key in sorted(extra):
             if key in aliases:
-                twice = PydanticCustomError("two_names", f"is {aliases[key]}, which is set too; leave one of them out")
+                twice = PydanticCustomError(
+                    "two_names", f"is another name for {aliases[key]}, which is set too; remove one of them"
+                )
                 problems.append({"type": twice, "loc": (key,), "input": values[key]})
                 continue
             table = cls.extra_table(key)

@@ -13,9 +13,9 @@ class EnergyConfig(Table):
     enabled: bool = True
     """Read the node's sensors and write energy.jsonl."""
     interval_seconds: PositiveFloat = 1.0
-    """How often power is sampled where only power, not energy, can be read."""
+    """Seconds between two samples of power, for sensors that report power but no energy."""
     pue: float | None = Field(default=None, ge=1.0)
-    """Overrides the cluster's power usage effectiveness."""
+    """Overrides the cluster's power usage effectiveness (PUE)."""
     grid_g_per_kwh: float | None = Field(default=None, ge=0)
     """Overrides the location-based grid intensity."""
     market_g_per_kwh: float | None = Field(default=None, ge=0)
@@ -71,9 +71,9 @@ class TrackersConfig(Table):
     project: str = "windlass"
     """Project in W&B, experiment in MLflow."""
     online: bool = False
-    """W&B writes offline files unless this is set; `windlass sync RUN` uploads them later."""
+    """Upload to W&B during training. Without it W&B writes offline files, which `windlass sync RUN` uploads later."""
     every: PositiveInt = 1
-    """Export one of this many metrics lines."""
+    """Export every n-th line of metrics.jsonl."""
 
     @model_validator(mode="before")
     @classmethod

@@ -19,46 +19,48 @@ class DataStage(Table):
     start: Tokens = 0
     """Token position from which this mix applies."""
     mix: dict[str, float]
-    """Source name -> weight."""
+    """Weight of each source."""
 
 
 class DataConfig(Table):
     store: PathText | None = None
-    """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for
-    benchmarks."""
+    """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). If not set, training uses
+    synthetic tokens, for benchmarks."""
     tokenizer: str | None = None
     """Tokenizer file or folder (default: the store's)."""
     mix: dict[str, float] = Field(default_factory=dict)
-    """Source name -> weight. Empty: every source in proportion to its tokens, times its `epochs` where given."""
+    """Weight of each source. If empty, each source is read in proportion to its tokens, multiplied by its `epochs` if
+    given."""
     epochs: dict[str, float] = Field(default_factory=dict)
-    """Source name -> maximum number of epochs. Without `mix` it is also the weight: 2.0 is read twice as often."""
+    """Maximum number of epochs of each source. Without `mix` it is also the weight: a source with 2.0 is read twice as
+    often."""
     max_epochs: float = Field(default=4.0, gt=0)
-    """Maximum number of epochs of a source that is not named in `epochs`."""
+    """Maximum number of epochs of a source that `epochs` does not name."""
     stages: list[DataStage] = Field(default_factory=list)
-    """Mixes that replace `mix` from a token position on (annealing, continued pre-training)."""
+    """Mixes that replace `mix` from a given token position on (annealing, continued pre-training)."""
     tokens: Tokens | None = None
-    """How many tokens to train on."""
+    """Number of tokens to train on."""
     seq_len: PositiveInt = 2048
-    """Tokens of one sequence."""
+    """Number of tokens in one sequence."""
     batch_tokens: Tokens | None = None
-    """Tokens of one optimizer step over all devices."""
+    """Number of tokens in one optimizer step, over all devices."""
     batch_ramp: list[tuple[Tokens, Tokens]] = Field(default_factory=list)
     """Other values of `batch_tokens`, each from a token position on: [["100B", "1Mi"], ["1T", "2Mi"]]. The micro-batch
-    stays, so that nothing is compiled again; accumulation grows."""
+    stays the same, so nothing is compiled again; accumulation grows."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
     reset_positions: bool = False
-    """Rotary positions begin again at each document. Needs mask_documents."""
+    """Rotary positions start again at each document. Needs mask_documents."""
     pack: Literal["stream", "documents"] = "stream"
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
-    document. documents: sequences are filled with complete documents, attention stays inside each."""
+    document. documents: sequences are filled with complete documents, and attention stays inside each document."""
     long_documents: Literal["leave_out", "cut"] = "leave_out"
     """pack = "documents": conversations longer than seq_len are skipped or truncated; both are counted. A text
     continues in another sequence; a preference pair is always skipped."""
     validation: str | None = None
     """Split that is held out for validation (default: `validation`, if the store has one)."""
     policy: Literal["any", "lawful"] = "any"
-    """lawful refuses a source without licence and origin."""
+    """lawful: refuse sources that do not state both a licence and an origin."""
 
     @property
     def masks_documents(self) -> bool:
@@ -80,66 +82,69 @@ class OptimConfig(Table):
     decay: Tokens | None = None
     """wsd: tokens of the final decay (default: a tenth of the run)."""
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
-    """wsd: form of the final decay."""
+    """wsd: shape of the final decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW, AdEMAMix, Lion: decay of the first moment (Lion: its share in a step)."""
+    """AdamW, AdEMAMix, Lion: decay of the first moment (Lion: weight of the moment in the update)."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW, AdEMAMix: decay of the second moment. Lion: decay of its moment."""
+    """AdamW, AdEMAMix: decay of the second moment. Lion: decay of its only moment."""
     beta3: float = Field(default=0.9999, gt=0, lt=1)
     """AdEMAMix: decay of the slow moment."""
     alpha: NonNegativeFloat = 8.0
     """AdEMAMix: weight of the slow moment."""
     slow_warmup: NonNegativeInt = 0
-    """AdEMAMix: steps over which weight and decay of the slow moment grow to their values."""
+    """AdEMAMix: number of steps over which the weight and the decay of the slow moment grow to their final values."""
     eps: PositiveFloat = 1e-8
     """AdamW, AdEMAMix: added to the denominator."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """SGD only."""
+    """SGD: momentum."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Muon: decay of the mean of the gradients of matrices."""
+    """Muon: decay of the running mean of each matrix's gradient."""
     nesterov: bool = True
-    """Muon: orthogonalise one step ahead of the mean."""
+    """Muon: use Nesterov momentum."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied to matrices, not to norms, biases or embeddings."""
     clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 turns clipping off."""
     qk_clip: NonNegativeFloat = 0.0
-    """Scale the queries and keys of a head down after a step in which its largest attention logit exceeded this (Kimi
-    K2 used 100); 0: off. It is measured on 16 queries of each sequence."""
+    """After a step in which the largest attention logit of a head exceeds this value, scale its queries and keys down
+    (Kimi K2 used 100); 0: off. The logit is measured on 16 queries of each sequence."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
 
 
 class TrainConfig(Table):
     engine: Annotated[str, Registered(ENGINES)] = "native"
-    """native: PyTorch alone. deepspeed: DeepSpeed's ZeRO under the same loop."""
+    """native: plain PyTorch. deepspeed: DeepSpeed's ZeRO in the same training loop."""
     objective: Annotated[str, Registered(OBJECTIVES)] = "next_token"
     """What training minimizes: next_token, or an objective of an installed package."""
     precision: Literal["bf16", "fp32", "fp8", "bf16_pure"] = "bf16"
-    """bf16: bf16 compute, fp32 master weights and reduction. bf16_pure: bf16 weights with stochastic rounding."""
+    """bf16: compute in bf16, with master weights and reduction in fp32. bf16_pure: bf16 weights with stochastic
+    rounding."""
     fp8_scaling: Literal["tensor", "row"] = "tensor"
     """precision = "fp8": one scale per tensor, or one per row (finer, at the same speed)."""
     fp8_backend: Literal["auto", "torch", "torchao"] = "auto"
-    """FP8 products by torch's scaled matmul, or by torchao where torch has none for the device."""
+    """Library that computes FP8 products. auto: torch's scaled matmul, or torchao if torch has none for the device."""
     steps: PositiveInt | None = None
-    """Optimizer steps, instead of data.tokens, for short runs."""
+    """Number of optimizer steps, instead of data.tokens, for short runs."""
     recompute: Literal["none", "selective", "full", "budget"] = "none"
-    """What the backward pass recomputes to save memory: nothing, attention and cheap parts, whole blocks, or by
-    `recompute_budget`."""
+    """What the backward pass recomputes to save memory: nothing, attention and cheap parts, entire blocks, or as much
+    as `recompute_budget` requires."""
     recompute_budget: float = Field(default=0.5, ge=0, le=1)
     """recompute = "budget": share of activation memory to keep."""
     compile: bool | None = None
-    """torch.compile per block; default: on for GPUs, off on a CPU."""
+    """Compile each block with torch.compile (default: on for GPUs, off on a CPU)."""
     capture: bool = False
-    """Replay the passes and the update of a step as CUDA graphs: for models so small that the host cannot launch
-    kernels fast enough. One process, without document masks."""
+    """Replay the forward pass, the backward pass and the update as CUDA graphs, for models so small that the host
+    cannot launch kernels fast enough. It needs a single process and no document masks."""
     fuse: bool | None = None
-    """Compute queries, keys and values in one product, and gate and up in one; default: only in FP8, where it pays."""
+    """Compute queries, keys and values in one matrix product, and gate and up in another (default: only in FP8, where
+    it is faster)."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
-    """Attention kernel; auto uses the fastest that the device and the shape allow."""
+    """Attention kernel; auto uses the fastest one that the device and the shape allow."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
-    """How head and cross-entropy are computed. chunked: together, over chunks of tokens, so that all logits never
-    exist at once; fused is another name for it. auto: chunked unless a micro-batch's logits are small."""
+    """How the output head and the cross-entropy are computed. chunked: together, in chunks of tokens, so that the
+    logits of all tokens are never in memory at once; fused is another name for it. auto: chunked unless a
+    micro-batch's logits are small."""
     loss_chunk: PositiveInt = 4096
     """Tokens per chunk of the chunked loss."""
     z_loss: NonNegativeFloat = 0.0
@@ -148,16 +153,16 @@ class TrainConfig(Table):
     """Leave about every k-th token out of the loss, always the same ones after the same text, so that texts are
     not memorised (Goldfish loss); 0: off."""
     goldfish_h: PositiveInt = 50
-    """Goldfish loss: tokens before a token that decide whether it is left out."""
+    """Goldfish loss: number of preceding tokens that decide whether a token is left out."""
     log_every: PositiveInt = 1
-    """Steps between logged lines of metrics.jsonl."""
+    """Number of steps between two lines of metrics.jsonl."""
     instruments: NonNegativeInt = 0
-    """Steps between measurements of every layer: norms of gradient, weights and update, scale of its output, largest
-    attention logit; 0: off."""
+    """Number of steps between two measurements of every layer: norms of its gradient, weights and update, scale of its
+    output, largest attention logit; 0: off."""
     eval_every: NonNegativeInt = 0
-    """Steps between validation passes; 0: only at the end, if there is a validation split."""
+    """Number of steps between two validation passes; 0: only at the end, if there is a validation split."""
     eval_tokens: Tokens = 262_144
-    """Tokens of one validation pass."""
+    """Number of tokens in one validation pass."""
     skip_nonfinite: bool = True
     """Skip the update of a step if the loss or gradient norm is not finite on any rank."""
     skip_spike_sigma: NonNegativeFloat = 0.0
@@ -165,24 +170,25 @@ class TrainConfig(Table):
     max_skipped: PositiveInt = 10
     """Stop the run after this many skipped steps in a row."""
     rollback: bool = False
-    """After max_skipped, return to an earlier checkpoint and skip the data range, once, instead of stopping."""
+    """After max_skipped skipped steps, return to an earlier checkpoint once and skip that range of data, instead of
+    stopping."""
     gc_every: PositiveInt = 100
-    """Steps between runs of Python's garbage collector, which is otherwise off."""
+    """Number of steps between two runs of Python's garbage collector, which is otherwise off."""
     deterministic: bool = False
-    """Use only kernels that give the same bits each time; slower."""
+    """Use only kernels that give bit-identical results every time; slower."""
     watchdog_seconds: NonNegativeFloat = 600.0
-    """End the job and name the rank when a rank makes no progress for this long; 0: off."""
+    """End the job and name the rank when a rank makes no progress for this many seconds; 0: off."""
 
 
 class LayoutConfig(Table):
     shard: Literal["none", "zero1", "zero2", "full", "hybrid", "hybrid_zero2"] = "none"
-    """none: every device holds everything (DDP). zero1: optimizer states are divided. zero2: gradients too.
-    full: weights too (FSDP). hybrid: full inside a group of `shard_size` devices, copies across groups.
-    hybrid_zero2: zero2 inside a group, copies across groups."""
+    """none: every device holds everything (DDP). zero1: optimizer states are sharded. zero2: gradients too. full:
+    weights too (FSDP). hybrid: full inside a group of `shard_size` devices, replicated across groups. hybrid_zero2:
+    zero2 inside a group, replicated across groups."""
     shard_size: PositiveInt | None = None
-    """hybrid, hybrid_zero2: devices that share one copy (default: the devices of a node)."""
+    """hybrid, hybrid_zero2: number of devices that share one copy (default: the devices of a node)."""
     micro_batch: PositiveInt = 1
-    """Sequences per device and forward pass."""
+    """Number of sequences per device in one forward pass."""
     tensor: PositiveInt = 1
     """Tensor-parallel degree (with sequence parallelism)."""
     pipeline: PositiveInt = 1
@@ -194,15 +200,16 @@ class LayoutConfig(Table):
     context: PositiveInt = 1
     """Context-parallel degree for long sequences."""
     expert: PositiveInt = 1
-    """Expert-parallel degree: number of data- and context-parallel devices that share the experts of a copy. It adds no
-    devices."""
+    """Expert-parallel degree: number of data- and context-parallel devices that share one copy of the experts. It
+    needs no additional devices."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """Keep optimizer states (or parameters too) in host memory."""
     sync: Literal["auto", "every", "last"] = "auto"
-    """When gradients are reduced under accumulation: every micro-batch, or once per step where memory allows."""
+    """When accumulated gradients are reduced: after every micro-batch (every) or once per step (last). auto: once per
+    step if every device holds full gradients (shard none or zero1), otherwise after every micro-batch."""
     bucket: Bytes | None = None
-    """Neighbouring layers whose fp32 gradients fit into this many bytes together are reduced (and gathered) by one
-    collective ("25 MB"); a layer is never split. Default: one collective per layer."""
+    """Bucket size, such as "25 MB": neighbouring layers whose fp32 gradients fit into it together are reduced (and
+    gathered) by one collective. A layer is never split (default: one collective per layer)."""
 
 
 class ProjectConfig(Table):
@@ -211,7 +218,7 @@ class ProjectConfig(Table):
     title: str = ""
     """Name of the project."""
     id: str = ""
-    """Number of the project at the computing centre: "EHPC-AIF-2025A01-123"."""
+    """Identifier of the project at the computing centre: "EHPC-AIF-2025A01-123"."""
     grant: str = ""
     """Grant or contract numbers."""
     funder: str = ""
@@ -228,7 +235,7 @@ class Recipe(Table):
     cluster: str = "workstation"
     """Cluster that the run uses; `windlass clusters` lists them."""
     nodes: PositiveInt = 1
-    """Number of nodes of one job; the number of devices follows from the cluster."""
+    """Number of nodes of one job; the cluster determines the number of devices per node."""
     seed: NonNegativeInt = 0
     """Determines the initial weights and the order of sequences, on any number of devices."""
     notes: str = ""
@@ -239,9 +246,9 @@ class Recipe(Table):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     tune: TuneConfig | None = None
-    """Fine-tuning; None: pre-training."""
+    """Fine-tuning. Without this table the run pre-trains."""
     layout: LayoutConfig | None = None
-    """None: the planner chooses and prints its reason."""
+    """Without this table the planner chooses a layout and prints its reason."""
     save: SaveConfig = Field(default_factory=SaveConfig)
     energy: EnergyConfig = Field(default_factory=EnergyConfig)
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
@@ -254,5 +261,5 @@ def recipe_schema() -> dict[str, Any]:
     schema = Recipe.model_json_schema()
     keys = schema["$defs"]["ModelConfig"]["properties"]
     for name, key in hf_aliases({"hidden_size": None}).items():
-        keys[name] = {**keys[key], "title": name, "description": f"Hugging Face's name of `{key}`."}
+        keys[name] = {**keys[key], "title": name, "description": f"Hugging Face's name for `{key}`."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "windlass recipe", **schema}

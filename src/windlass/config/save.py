@@ -19,26 +19,28 @@ class SaveConfig(Table):
     every: int | str = "auto"
     """"auto" (from measured start-up and save time), a number of steps, tokens ("2B tokens") or time ("30m")."""
     keep_last: PositiveInt = 3
-    """Keep this many of the newest."""
+    """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
-    """Also keep this many with the lowest `metric`."""
+    """Number of checkpoints with the best `metric` to keep as well."""
     metric: str = "val_loss"
-    """What keep_best compares: val_loss, val_loss/NAME of a source, or loss (of the training step). Fine-tuning on
-    examples compares tune.metric."""
+    """What keep_best compares: val_loss, val_loss/NAME (one source) or loss (of the training step). Fine-tuning on
+    examples uses tune.metric."""
     keep_every: str | int | None = None
-    """Also keep one checkpoint per this many steps (1000) or tokens ("50B tokens") forever."""
+    """Interval at which one checkpoint is kept forever: steps (1000) or tokens ("50B tokens")."""
     asynchronous: bool = True
     """Training continues while the checkpoint is written."""
     at_end: bool = True
     """Also save when the run is finished."""
     quota: Bytes | None = None
-    """Disk space the run may use; the forecast is checked against it before the run starts."""
+    """Disk space that the run may use; the predicted size of its checkpoints is compared with it before the run
+    starts."""
     verify: bool = True
     """Verify every file's checksum before a checkpoint is loaded."""
     load: str | None = None
-    """Warm start: a checkpoint, run or Hugging Face folder whose weights (only) the run starts from."""
+    """Warm start: checkpoint, run or Hugging Face folder from which the run takes its initial weights, and nothing
+    else."""
     failures_per_day: float = Field(default=0.5, ge=0)
-    """Expected interruptions per day of the whole job, for every = "auto"."""
+    """Expected number of interruptions of the job per day; every = "auto" uses it."""
     lead: SecondsOrAuto = "auto"
     """How long before the wall-time limit to stop and save; auto: from the measured save time."""
 
@@ -66,7 +68,7 @@ class SaveConfig(Table):
         scores = {f"val_{score}" for names in SCORES.values() for score in names}
         if value not in {"val_loss", "loss", *scores} and not value.startswith("val_loss/"):
             raise ValueError(
-                f"unknown metric {value!r}; write val_loss, val_loss/NAME of a source, or loss (of training)"
+                f"unknown metric {value!r}; write val_loss, val_loss/NAME (one source) or loss (of training)"
             )
         return value
 

@@ -16,25 +16,26 @@ class DataSource(Table):
     paths: list[str] = Field(min_length=1)
     """Files, folders (all files of a known format below them) and globs (`**` too)."""
     format: Literal["auto", "jsonl", "parquet", "text", "arrow"] = "auto"
-    """auto: by file name. jsonl may be .gz or .zst, and so may text; arrow is a Hugging Face `save_to_disk` folder."""
+    """auto: by file name. jsonl and text files may be .gz or .zst; arrow is a Hugging Face `save_to_disk` folder."""
     field: str = "text"
     """Key or column that holds the text; `a.b` reaches into an inner object of JSON."""
     form: Literal["text", "chat", "messages", "sharegpt", "alpaca", "pairs"] = "text"
-    """text: `field` holds a text. Others are conversations, rendered by the chat template, of which only the answers
-    are learned: messages (role, content), sharegpt (conversations: from, value), alpaca (instruction, input, output), chat
-    (whichever of these a record is), pairs (prompt, chosen, rejected: for [tune] task = "prefer")."""
+    """text: `field` holds a text. The other forms are conversations: the chat template renders them, and only the
+    answers are learned. messages: role, content. sharegpt: conversations with from, value. alpaca: instruction, input,
+    output. chat: any of these three, recognised for each record. pairs: prompt, chosen, rejected, for [tune] task =
+    "prefer"."""
     max_tokens: PositiveInt | None = None
-    """Conversations of more tokens are filtered out (and counted)."""
+    """Conversations with more tokens are filtered out (and counted)."""
     document: Literal["file", "line"] = "file"
-    """text files: what one document is."""
+    """Text files: whether each file or each line is one document."""
     language: str | None = None
-    """Code of the language ("nl"); tables by language use it."""
+    """Language code ("nl"), for tables by language."""
     licence: str | None = None
     """SPDX identifier if there is one ("CC-BY-4.0"), else the terms as text."""
     origin: str | None = None
     """Where it came from: publisher, address, date."""
     consent: str | None = None
-    """On what basis it may be used: licence, contract, opt-in, public domain, ..."""
+    """Basis on which it may be used: licence, contract, opt-in, public domain, ..."""
     kind: Literal["public-dataset", "licensed", "private", "web", "user", "synthetic", "other"] | None = None
     """Heading in the EU's public summary of training content: publicly available dataset, licensed by its
     rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. If
@@ -46,9 +47,9 @@ class DataSource(Table):
     opt_out: str | None = None
     """How reservations of rights (opt-outs from text and data mining) were respected: protocols, lists, dates."""
     notes: str | None = None
-    """For the ledger."""
+    """Notes for the ledger."""
     min_chars: NonNegativeInt | None = None
-    """Overrides the file's `min_chars` for this source; likewise the next two."""
+    """Overrides the file's `min_chars` for this source."""
     max_chars: PositiveInt | None = None
     """Overrides the file's `max_chars` for this source."""
     validation: float | None = Field(default=None, ge=0, lt=1)
@@ -57,7 +58,7 @@ class DataSource(Table):
 
 class DataFile(Table):
     output: str
-    """Folder of the token store; neither inside a source nor around one."""
+    """Folder of the token store; it must neither be inside a source folder nor contain one."""
     tokenizer: str
     """Tokenizer file or folder: tokenizers JSON, tiktoken ranks, tekken JSON or SentencePiece model."""
     template: str | None = None
@@ -71,7 +72,7 @@ class DataFile(Table):
     engine: Literal["auto", "fastokens", "gigatoken", "tiktoken", "tokenizers", "sentencepiece"] = "auto"
     """auto: the fastest engine that is installed and gives exactly the reference's ids on a sample."""
     dedup: Literal["none", "exact"] = "none"
-    """exact: of documents with the same text, over all sources, the first is kept."""
+    """exact: keep only the first of several documents with the same text, over all sources."""
     utf8: Literal["reject", "replace"] = "reject"
     """Invalid UTF-8: reject the document, or replace the invalid bytes by U+FFFD."""
     min_chars: NonNegativeInt = 1
@@ -79,25 +80,25 @@ class DataFile(Table):
     max_chars: PositiveInt | None = None
     """Longer documents are filtered out (and counted)."""
     max_document: Bytes = 64 * 2**20
-    """A line or file longer than this is rejected unread, so that memory stays flat."""
+    """A line or file longer than this is rejected without reading it, which limits memory."""
     validation: float = Field(default=0.0, ge=0, lt=1)
     """Share of documents, chosen by the hash of their text, that go to the validation split."""
     max_rejects: NonNegativeInt = 0
-    """Documents that may be rejected (not JSON, no text, invalid UTF-8, ...) before the command fails."""
+    """Number of documents that may be rejected (not JSON, no text, invalid UTF-8, ...) before the command fails."""
     allow_damaged: bool = False
-    """Use what can be read of a cut .gz or .zst, instead of failing."""
+    """Use the readable part of a truncated .gz or .zst file instead of failing."""
     workers: PositiveInt | None = None
-    """Worker processes (default: one per CPU core that this job may use)."""
+    """Number of worker processes (default: one per CPU core that this job may use)."""
     chunk: Bytes = Field(default=32 * 2**20, gt=0)
-    """Maximum size of a chunk of (decompressed) input; files of fewer than 32 chunks are cut finer, down
-    to 8 MiB. A killed job repeats at most one chunk per worker."""
+    """Maximum size of a chunk of (decompressed) input; files with fewer than 32 chunks are divided into smaller ones,
+    down to 8 MiB. A killed job repeats at most one chunk per worker."""
     shard_tokens: Tokens = Field(default=2**30, gt=0)
-    """A shard of the store has at most about this many tokens."""
+    """Approximate maximum number of tokens in a shard of the store."""
     document_marks: bool = False
-    """Also write Megatron's mark for the beginning of each document, 8 bytes per document. Only its BERT and T5 data
-    read them; for a language model every sequence is a document."""
+    """Also write Megatron's mark for the beginning of each document, 8 bytes per document. Only Megatron's BERT and T5
+    data sets read them; for a language model every sequence is a document."""
     policy: Literal["any", "lawful"] = "any"
-    """lawful refuses a source without licence and origin."""
+    """lawful: refuse sources that do not state both a licence and an origin."""
     sources: dict[str, DataSource] = Field(min_length=1)
 
     @field_validator("sources")
@@ -114,7 +115,7 @@ class DataFile(Table):
     @classmethod
     def _chunk_size(cls, value: int) -> int:
         if not 4096 <= value <= 64 * 2**20:
-            raise ValueError(f"{value:,} bytes; a chunk has 4 KiB to 64 MiB, so that a killed job repeats little")
+            raise ValueError(f"{value:,} bytes: use 4 KiB to 64 MiB, so that a killed job repeats little work")
         return value
 
 

@@ -33,18 +33,18 @@ HINT = "docs/guides/sweep.md shows a complete sweep file; recipes/sweeps/ has mo
 
 class LeaderboardConfig(Table):
     rows: str = "model"
-    """Axis of what is ranked."""
+    """Axis whose values are ranked, one per row."""
     columns: str = "dataset"
-    """Axis of what it is measured on."""
+    """Axis of the data sets, one per column."""
     score: str = "score"
-    """Column of the results that is shown; `spread` is its spread over seeds."""
+    """Column of the results to show; the column `spread` is its spread over seeds."""
     choose: str = "validation_score"
-    """Column that chooses between several points of one row and column."""
+    """Column of the results that decides between several points with the same row and column."""
 
 
 class SweepConfig(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)
-    """Names the sweep's folder: runs/<name>."""
+    """Name of the sweep; its folder is runs/<name>."""
     title: str = ""
     """Heading of the report."""
     notes: str = ""
@@ -54,53 +54,59 @@ class SweepConfig(Table):
     command: str | None = None
     """Instead of a recipe: any command with {placeholders}; {folder} is the point's own folder, {name} its name."""
     results: str | None = None
-    """With `command`: the file, relative to the point's folder, in which the command leaves its numbers (JSON, JSON
+    """With `command`: the file, relative to the point's folder, to which the command writes its numbers (JSON, JSON
     lines or CSV)."""
     metrics: dict[str, str] = Field(default_factory=dict)
-    """With `command`: our column -> key in the results file, for example tokens_per_second = "samples_per_second"."""
+    """With `command`: windlass column -> key in the results file, for example tokens_per_second =
+    "samples_per_second"."""
     set: dict[str, Any] = Field(default_factory=dict)
     """Dotted recipe keys to set for every point."""
     unset: list[str] = Field(default_factory=list)
     """Dotted keys of the base recipe to remove."""
     matrix: dict[str, list[Any]] = Field(default_factory=dict)
-    """Axis -> values; the points are their product. A value that is a table with a `name` sets several keys at once."""
+    """Axis -> values; the points are all combinations. A value that is a table with a `name` sets several keys at
+    once."""
     zip: list[dict[str, list[Any]]] = Field(default_factory=list)
-    """Groups of axes that advance together; each group is one more axis of the product."""
+    """Groups of axes that advance together; each group counts as one axis of the matrix."""
     include: list[dict[str, Any]] = Field(default_factory=list)
-    """Extra points, in addition to the product."""
+    """Extra points, in addition to the matrix."""
     exclude: list[dict[str, Any]] = Field(default_factory=list)
-    """Points to leave out: every axis named must match; a list matches any of its values."""
+    """Points to leave out: those that match every axis named here; a list matches any of its values."""
     devices: PositiveInt | None = None
-    """Processes of a point on this machine, or devices per node; default: the cluster's."""
+    """Number of processes of a point on this machine, or devices per node on a cluster (default: the cluster's)."""
     memory_limit: Bytes | None = None
-    """Each process may hold this much private memory: a real out-of-memory error on a CPU."""
+    """Private memory that each process may use; beyond it the process runs out of memory, even on a CPU."""
     time_limit: Seconds | None = None
-    """A point that takes longer is ended and counts as a timeout."""
+    """A point that takes longer is stopped and counts as a timeout."""
     adjust_batch: bool = False
-    """Where a point's layout does not divide data.batch_tokens, use the nearest batch that it divides, and say so."""
+    """If data.batch_tokens does not divide evenly over a point's layout, use the nearest batch that does, and print
+    it."""
     restarts: int = Field(default=0, ge=0)
-    """How often `windlass train` may restart a point's workers."""
+    """Maximum number of times that `windlass train` restarts a point's workers."""
     startup: Seconds = 60.0
-    """Assumed time from the start of a point to its first step, for the cost."""
+    """Assumed time from the start of a point to its first step, for the cost estimate."""
     allocation: Seconds | None = None
-    """Wall time of one packed SLURM job; default: the partition's limit, at most 4 h."""
+    """Wall time of one packed SLURM job (default: the partition's limit, but at most 4 h)."""
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """With `command` and --slurm: account, partition, qos, time, environment, container, env and sbatch, as in a
     recipe."""
     skip_oom: NonNegativeFloat = 0.95
-    """A point whose predicted chance to run out of memory is at least this is not run; more than 1: run all."""
+    """Skip a point if its predicted probability of running out of memory is at least this; more than 1: run all
+    points."""
     rank_by: str = "tokens_per_second_per_device"
     """Column by which points are ranked."""
     goal: Literal["max", "min"] = "max"
-    """Whether more or less is better (default: less for time, memory, energy and loss, else more)."""
+    """Whether higher (max) or lower (min) values are better (default: min for time, memory, energy and loss, otherwise
+    max)."""
     heat: list[str] = Field(default_factory=list, max_length=2)
-    """The two axes of the heat map, down and across (default: the two with most values)."""
+    """The two axes of the heat map: rows, then columns (default: the two axes with the most values)."""
     scaling: Literal["strong", "weak", "none"] = "none"
-    """What points with different device counts show: the same batch (strong), or a growing batch (weak)."""
+    """How points with different numbers of devices are compared: with the same batch (strong), or with a batch that
+    grows with the devices (weak)."""
     leaderboard: LeaderboardConfig | None = None
-    """How results become a table of models and data sets."""
+    """How the results become a leaderboard of models and data sets."""
     equivalence: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """Strategy -> engine -> its name there; shown with the results."""
+    """Strategy -> engine -> name of the strategy in that engine; shown with the results."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ def find_problems(sweep: SweepConfig, *, same_points: bool = True) -> list[str]:
     if (sweep.recipe is None) == (sweep.command is None):
         problems.append("give either `recipe` or `command`" + (", not both" if sweep.recipe is not None else ""))
     if sweep.recipe is not None and sweep.launch.model_fields_set:
-        problems.append('launch: a sweep of recipes has it in the recipe; write "launch.account" = ... under [set]')
+        problems.append('launch: only a sweep of a command has this table; write "launch.account" = ... under [set]')
     if not (sweep.matrix or sweep.zip or sweep.include):
         problems.append("the matrix is empty: there is no point to run; add [matrix], [[zip]] or [[include]]")
     for name, values in sweep.matrix.items():

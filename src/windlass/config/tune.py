@@ -23,21 +23,22 @@ DEFAULT_METRIC = {"classify": "macro_f1", "multi_label": "macro_f1", "regress": 
 
 class LoraConfig(Table):
     rank: PositiveInt = 16
-    """Inner size of the adapters."""
+    """Rank (inner size) of the adapters."""
     alpha: PositiveFloat = 32.0
-    """Their product is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is set to zero in training."""
     targets: list[str] = Field(default_factory=list)
-    """Names of the layers that get an adapter (wq, w1, ...; q_proj of a transformers model). Empty: those of attention
-    and feed-forward."""
+    """Names of the layers that get an adapter (wq, w1, ...; q_proj in a transformers model). If empty: those of
+    attention and feed-forward."""
 
 
 class TuneConfig(Table):
     task: Task
-    """classify: one label of several per text or pair of texts. multi_label: any number of labels. regress: a number.
-    tag: a label per word (BIO tags). masked: predict hidden tokens of a token store (pre-training of an encoder).
-    chat: next tokens of answers. prefer: the better of two answers (DPO)."""
+    """classify: choose one of several labels for a text or a pair of texts. multi_label: any number of labels.
+    regress: predict a number. tag: one label per word (BIO tags). masked: predict hidden tokens of a token store
+    (pre-training of an encoder). chat: predict the tokens of the answers in conversations. prefer: learn which of two
+    answers is better (DPO)."""
     train: PathText | None = None
     """File of examples: TSV, CSV or JSON lines with named columns; for tag also CoNLL."""
     validation: PathText | None = None
@@ -45,41 +46,42 @@ class TuneConfig(Table):
     test: PathText | None = None
     """Test examples, evaluated once after training."""
     text: str = "text"
-    """Column of the text; for tag the column of the words."""
+    """Column that holds the text; for tag, the words."""
     pair: str | None = None
-    """Column of a second text."""
+    """Column that holds a second text."""
     label: str = "label"
-    """Column of the label, the list of labels, the number, or the tags. `target` is recognised too."""
+    """Column that holds the label, the list of labels, the number or the tags. A column named `target` is recognised
+    too."""
     labels: list[str] = Field(default_factory=list)
     """All labels, in the order of the model's outputs (default: those of the training file, sorted)."""
     files: dict[str, str] = Field(default_factory=dict)
     """SHA-256 of each file; written when the run is created, so that a resumed run reads the same examples."""
     epochs: PositiveFloat = 3.0
-    """Passes over the training examples."""
+    """Number of passes over the training examples."""
     batch: PositiveInt = 32
-    """Examples of one step over all devices."""
+    """Number of examples in one step, over all devices."""
     class_weights: Literal["equal", "balanced"] = "equal"
-    """balanced: an example of a rare label counts more, by the label's share."""
+    """balanced: examples of rare labels count more, in inverse proportion to the label's share."""
     metric: str = "auto"
-    """What is compared between validations: loss; accuracy, macro_f1, weighted_f1, micro_f1; matthews for classify;
-    pearson, spearman, mse for regress; span_f1, span_precision, span_recall, accuracy for tag. auto: macro_f1; pearson
-    for regress, span_f1 for tag, loss for the others."""
+    """Score that is compared between validations: loss; accuracy, macro_f1, weighted_f1, micro_f1; matthews for
+    classify; pearson, spearman, mse for regress; span_f1, span_precision, span_recall, accuracy for tag. auto:
+    macro_f1 for classify and multi_label, pearson for regress, span_f1 for tag, loss for the others."""
     patience: NonNegativeInt = 0
     """Stop after this many validations without a better `metric`; 0: train to the end. The best weights are tested."""
     frozen: bool = False
     """Train only the new head."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Of a transformers model; None: as its config says."""
+    """Dropout of a transformers model (default: the value in its config)."""
     group_by_length: bool = True
-    """Batches of texts of similar length: less padding."""
+    """Put texts of similar length into one batch, which needs less padding."""
     mask_share: float = Field(default=0.15, gt=0, lt=1)
     """masked: share of tokens that are hidden."""
     mask_token: NonNegativeInt | None = None
-    """masked: id of the token that stands for hidden ones (default: the tokenizer's [MASK] or <mask>)."""
+    """masked: id of the token that replaces hidden tokens (default: the tokenizer's [MASK] or <mask>)."""
     special_tokens: list[NonNegativeInt] = Field(default_factory=list)
     """masked: ids of tokens that are never hidden; written when the run is created."""
     beta: PositiveFloat = 0.1
-    """prefer: how far answers may move from those of the starting model."""
+    """prefer: DPO's beta; a larger value keeps the answers closer to those of the starting model."""
     lora: LoraConfig | None = None
     """Train small adapters instead of the weights."""
 

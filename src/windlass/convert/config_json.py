@@ -33,7 +33,8 @@ def is_hf_folder(folder: Path) -> bool:
     if not is_named and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         raise ConfigError(
             "convert.config-json-damaged",
-            f"{folder}/config.json {'names no model_type' if config is not None else 'is not a JSON object: it was cut or changed'}",
+            f"{folder}/config.json "
+            f"{'names no model_type' if config is not None else 'is not a JSON object: it is truncated or damaged'}",
             hint=CONFIG_HINT,
         )
     return is_named
@@ -75,7 +76,7 @@ def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
         listed = ", ".join(f"{key} = {shorten(repr(size))}" for key, size in wrong.items())
         raise ConfigError(
             "convert.config-size-invalid",
-            f"{folder}/config.json: {listed}; each is an integer of at least 1",
+            f"{folder}/config.json: {listed}; each must be an integer of at least 1",
             hint=CONFIG_HINT,
         )
     table = format.read_config(config)

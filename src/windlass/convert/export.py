@@ -80,7 +80,7 @@ def export(
         raise ConfigError(
             "convert.not-expressible",
             f"model.{key} = {value!r} cannot be written as a Hugging Face {model.family}, which always has {standard!r}",
-            hint="`windlass eval` and `windlass generate` work on the run itself",
+            hint="use `windlass eval` and `windlass generate` on the run itself",
         )
     if shard_bytes < 1:
         raise ConfigError(
@@ -133,7 +133,7 @@ def export(
                 "convert.export-logits-differ",
                 f"the exported model does not compute what ours does: largest logit difference {check.difference:.3g}, "
                 f"same top-1 token at {print_share(check.agreement, digits=2)} of {check.positions:,} positions",
-                hint="nothing was written; this is a bug in windlass: report the recipe's [model] table",
+                hint="this is a bug in windlass: please report the recipe's [model] table; nothing was written",
             )
     described = f"{loaded.path.name} ({loaded.vocab_size:,} tokens)" if loaded else "none: the run names no tokenizer"
     saved_step = (read_json(source.folder / files.MANIFEST) or {}).get("step")

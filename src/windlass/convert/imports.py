@@ -106,7 +106,7 @@ def import_model(
                     "convert.import-logits-differ",
                     "the imported model does not compute what transformers computes: "
                     f"largest logit difference {check.difference:.3g}",
-                    hint="nothing was written; this is a bug in windlass: report the model's config.json; "
+                    hint="this is a bug in windlass: please report the model's config.json; nothing was written, and "
                     "--no-verify imports it nevertheless",
                 )
     parameters = sum(tensor.numel() for tensor in state.values())
@@ -122,7 +122,7 @@ def refuse_other_folder(folder: Path) -> None:
             "convert.nothing-to-import",
             f"{folder} {content}: no model to import",
             hint="name a Hugging Face folder (config.json with a model_type, *.safetensors), "
-            "or a run whose vocabulary is to grow",
+            "or a run whose vocabulary should grow",
         )
 
 
@@ -139,7 +139,7 @@ def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str,
         raise CheckpointError(
             "convert.weights-do-not-fit",
             f"the weights do not fit the folder's config.json: {'; '.join(problems)}",
-            hint="is the folder complete, and is its config.json that of these weights?",
+            hint="check that the folder is complete and that its config.json belongs to these weights",
         )
     keep = torch.bfloat16 if all(loaded[name].dtype == torch.bfloat16 for name in own) else torch.float32
     return {name: loaded[name].to(keep) for name in own if name not in twins}
@@ -194,7 +194,7 @@ def write_run(
         raise CheckpointError(
             "convert.checkpoint-not-written",
             f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
-            hint="is the disk full?",
+            hint="check that the disk is not full",
         )
     run.record(WeightsImported(origin=str(origin), dtype=dtype))
     return run

@@ -85,7 +85,8 @@ def own_store(source: ModelSource) -> Store:
         raise DataError(
             "convert.no-token-store",
             f"{source.folder} {origin} and has no token store",
-            hint="eval: name a token store made with its tokenizer (--store); generate, chat, export: its tokenizer (--tokenizer)",
+            hint="for eval, give a token store made with its tokenizer (--store); for generate, chat and export, "
+            "give its tokenizer (--tokenizer)",
         )
     for candidate in (Path(named), *([source.run.path / "data"] if source.run else [])):
         if candidate.is_dir():
@@ -93,7 +94,7 @@ def own_store(source: ModelSource) -> Store:
     raise DataError(
         "convert.token-store-unreachable",
         f"the run's token store {named} does not exist on this machine",
-        hint="eval: name a copy of it (--store); generate, chat, export: its tokenizer (--tokenizer)",
+        hint="for eval, give a copy of it (--store); for generate, chat and export, give its tokenizer (--tokenizer)",
     )
 
 
@@ -115,7 +116,7 @@ def find_tokenizer(source: ModelSource, named: Path | str | None = None) -> Toke
     if vocab is not None and tokenizer.vocab_size > vocab:
         raise DataError(
             "convert.tokenizer-too-large",
-            f"the tokenizer {tokenizer.path} has {tokenizer.vocab_size:,} tokens, the model {vocab:,}",
+            f"the tokenizer {tokenizer.path} has {tokenizer.vocab_size:,} tokens, but the model only {vocab:,}",
             hint="name the tokenizer that the model was trained with: --tokenizer",
         )
     return tokenizer

@@ -22,7 +22,7 @@ def grow_vocabulary(
         raise ConfigError(
             "convert.vocabulary-of-transformers-model",
             "the vocabulary of a model of family hf cannot grow",
-            hint="only models that import as our own Llama or RetNet can; see `windlass import`",
+            hint="use a model that `windlass import` reads as one of windlass's own families",
         )
     pieces = old_pieces(old, new)
     vocab = recipe.model.vocab or old.vocab_size

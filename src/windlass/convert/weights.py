@@ -99,7 +99,7 @@ def open_weights(folder: Path) -> StoredWeights:
             raise CheckpointError(
                 "convert.no-model-weights",
                 f"{folder} holds no model weights",
-                hint="was it written by another program?",
+                hint="use a folder that transformers or windlass wrote",
             )
         return StoredWeights(tensors)
     for part in weight_files(folder):
@@ -113,7 +113,7 @@ def open_weights(folder: Path) -> StoredWeights:
             raise CheckpointError(
                 "convert.weights-unreadable",
                 f"{part} cannot be read: {error}",
-                hint="the file was cut or changed: copy it again",
+                hint="copy the file again: it is truncated or damaged",
             ) from None
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             slice_ = file.get_slice(name)

@@ -21,7 +21,7 @@ def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = DEF
         raise ConfigError(
             "cost.unknown-flops-convention",
             f"unknown FLOPs convention {convention!r}",
-            hint=f"one of: {', '.join(MIXING_SHARES)}",
+            hint=f"use one of {', '.join(MIXING_SHARES)}",
         )
     return 6.0 * model.params.active + 3.0 * model.mixing_flops(seq_len) * MIXING_SHARES[convention]
 

@@ -112,9 +112,9 @@ def node_power(device: Device, node: Node, busy: float, constants: PowerConstant
     if cpu_watts is None and other_watts is None:
         # The rest of a node with small devices (L4, CPU cores) is small too.
         each = min(constants.host_small if node.devices <= 4 else constants.host_large, device.tdp_watts)
-        host, assumed = each * node.devices, (f"{each:g} W per device for the rest of the node",)
+        host, assumed = each * node.devices, (f"{each:g} W per device assumed for the other parts of the node",)
     elif cpu_watts is None or other_watts is None:
-        assumed = ("part of the node's power is unknown and left out",)
+        assumed = ("part of the node's power is unknown and not included",)
     node_watts = min(watts * node.devices + host, node.ceiling_watts or math.inf)
     return PowerEstimate(watts, node_watts, assumed, min(1.0, watts * node.devices / node_watts))
 
@@ -131,7 +131,7 @@ def energy(power: PowerEstimate, nodes: float, hours: float, grid: Grid, tokens:
 def energy_of(it_kwh: float, grid: Grid, tokens: float | None = None, assumed: tuple[str, ...] = ()) -> EnergyEstimate:
     """Carbon of an energy measured or planned at the nodes."""
     if grid.pue is None:
-        assumed = (*assumed, "PUE unknown: 1.0 taken, so the building's share is missing")
+        assumed = (*assumed, "PUE unknown: 1.0 assumed, so facility overhead is not included")
     pue = grid.pue if grid.pue is not None else 1.0
     kwh = it_kwh * pue
     return EnergyEstimate(

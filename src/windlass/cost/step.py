@@ -1,8 +1,8 @@
 """Time of one training step: matrix products, attention, memory traffic, collectives, pipeline bubble, each a term.
 
-Work is divided by a rate that the device reaches. What physics leaves open stands in `Constants`, fitted to published
-runs by benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the
-machine."""
+Work is divided by a rate that the device reaches. Values that do not follow from the hardware are in `Constants`,
+fitted to published runs by benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that
+depend on the machine."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from windlass.models.spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What physics leaves open: each a share or a small time, with its meaning."""
+    """Values that do not follow from the hardware: each a share or a small time, with its meaning."""
 
     # Share of the dense peak that large matrix products hold inside a model, where power allows it.
     matmul: float = 0.765
@@ -131,7 +131,7 @@ def estimate_step(
             "cost.network-unknown",
             f"{layout.devices} devices need {-(-layout.devices // machine.devices_per_node)} nodes, "
             "but the network of this cluster is unknown",
-            hint="give links.inter_gbs_per_node in the cluster file",
+            hint="set links.inter_gbs_per_node in the cluster file",
         )
     masked_context = step.mask_documents and layout.context > 1
     r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, masked_context)
@@ -243,7 +243,7 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
         raise PlanError(
             "cost.matrix-rate-unknown",
             f"the matrix rate of {device.name} is unknown",
-            hint="give bf16_tflops in devices.toml",
+            hint="set bf16_tflops in devices.toml",
         )
     if precision == "fp32":
         return (device.fp32_tflops or peak / 16) * c.matmul
@@ -269,7 +269,7 @@ def _rates(
         raise PlanError(
             "cost.memory-bandwidth-unknown",
             f"the memory bandwidth of {device.name} is unknown",
-            hint="give bandwidth_gbs in devices.toml",
+            hint="set bandwidth_gbs in devices.toml",
         )
     if machine.efficiency is not None:
         c = with_efficiency(c, machine.efficiency)
@@ -507,8 +507,8 @@ def _data_traffic(
     gathers: int,
     reductions: int,
 ) -> float:
-    """Seconds of gathering weights and reducing gradients that a step pays: what finds no compute to hide behind, and
-    what it takes from it."""
+    """Seconds of a step for gathering weights and reducing gradients: the part that does not overlap with computation,
+    and the slowdown that the overlapped part causes."""
     engine, c = ENGINE_PROFILES[step.engine], r.constants
     if layout.replicas == 1:
         return 0.0

@@ -96,7 +96,7 @@ class ChatTemplate:
             raise DataError(
                 "data.conversation-refused",
                 f"the chat template of {self.tokenizer.path} refuses a conversation of {roles}: {error}",
-                hint="most templates take an optional system message, then user and assistant in turn",
+                hint="use an optional system message, then user and assistant in turn, as most templates require",
             ) from None
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
@@ -121,7 +121,9 @@ def load_chat_template(tokenizer: Tokenizer, named: str | None = None) -> ChatTe
     folder = tokenizer.path.parent
     config = read_json(folder / SETTINGS_FILE) or {}
     if named is not None and not Path(named).is_file():
-        raise DataError("data.chat-template-missing", f"template = {named!r} is not a file", hint="name a Jinja file")
+        raise DataError(
+            "data.chat-template-missing", f"template = {named!r} is not a file", hint="give the path of a Jinja file"
+        )
     source: Any = None
     if (file := Path(named or folder / TEMPLATE_FILE)).is_file():
         source = file.read_text(encoding="utf-8")

@@ -57,14 +57,14 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
         raise ConfigError(
             "tune.batch-not-divisible",
             f"tune.batch ({tune.batch}) does not divide over {replicas} replicas on {devices} devices",
-            hint=f"the next larger batch that does is {(per_replica + 1) * replicas}",
+            hint=f"use {(per_replica + 1) * replicas}, the next larger batch that does",
         )
     layout = recipe.layout or LayoutConfig(micro_batch=math.gcd(per_replica, MICRO_BATCH))
     if tune.selected_metric not in ("loss", *SCORES[tune.task]):
         raise ConfigError(
             "tune.metric-unknown",
             f"tune.metric = {tune.selected_metric!r} is not a score of task {tune.task}",
-            hint=f"one of loss, {', '.join(SCORES[tune.task])}",
+            hint=f"use one of loss, {', '.join(SCORES[tune.task])}",
         )
     sets = read_example_sets(tune)
     files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}

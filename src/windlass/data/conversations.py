@@ -60,7 +60,7 @@ def read_messages(record: Any, form: str) -> list[Message]:
         return check_order([{"role": role, "content": content} for role, content in pairs])
     key = {"messages": "messages", "sharegpt": "conversations"}.get(form)
     if key is None or not isinstance(record.get(key), list):
-        raise UnusableConversationError("no messages, conversations or instruction in it")
+        raise UnusableConversationError("it has no messages, conversations or instruction")
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     return check_order([*system, *map(_message, record[key])])
 
@@ -95,7 +95,7 @@ def check_order(messages: list[Message], *, answered: bool = True) -> list[Messa
 def read_pair(record: Any) -> tuple[list[Message], list[Message], list[Message]]:
     """(prompt, chosen answer, rejected answer); an answer may be a text, messages, or the complete conversation."""
     if not isinstance(record, Mapping) or not {"chosen", "rejected"} <= record.keys():
-        raise UnusableConversationError("no chosen and rejected answer in it")
+        raise UnusableConversationError("it has no chosen and rejected answer")
 
     def listed(value: Any, role: str) -> list[Message]:
         return [{"role": role, "content": value}] if isinstance(value, str) else [_message(entry) for entry in value]

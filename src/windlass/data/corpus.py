@@ -37,14 +37,14 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusS
         raise DataError(
             "data.corpus-empty",
             f"a corpus of {max_bytes} bytes is empty",
-            hint="1 MB is enough to see a loss fall",
+            hint="use 1 MB or more, which is enough to see the loss fall",
         )
     library = Path(sysconfig.get_paths()["stdlib"])
     if not library.is_dir():
         raise DataError(
             "data.python-library-missing",
             f"Python's library is not at {library}",
-            hint="the demo corpus needs a Python that is installed with its sources",
+            hint="use a Python that is installed with its sources: the demo corpus is made from them",
         )
     origin = f"Python {sysconfig.get_python_version()} standard library (https://www.python.org)"
     paths: list[Path] = []

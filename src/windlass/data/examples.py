@@ -46,10 +46,12 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
         raise DataError(
             "tune.one-label-only",
             f"{tune.train}: all {len(train):,} training examples have the label {labels[0] if labels else 'none'!r}",
-            hint="there must be at least two labels",
+            hint="add examples with a second label",
         )
     if tune.validation is None and len(train) < 2:
-        raise DataError("tune.no-examples", f"{tune.train} has 1 example: none is left for training", hint="add more")
+        raise DataError(
+            "tune.no-examples", f"{tune.train} has 1 example: none is left for training", hint="add more examples"
+        )
     if tune.validation is not None:
         validation = read_examples(Path(tune.validation), tune)
     else:  # the same examples for every seed and every number of processes
@@ -98,7 +100,7 @@ def read_examples(path: Path, tune: TuneConfig) -> list[Example]:
             hint="set tune.text, tune.pair and tune.label to the names of the columns",
         )
     if not examples:
-        raise DataError("tune.no-examples", f"{path} holds no examples", hint="write one example per line")
+        raise DataError("tune.no-examples", f"{path} contains no examples", hint="write one example per line")
     return examples
 
 

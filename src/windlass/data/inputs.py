@@ -34,7 +34,7 @@ _FORMATS = {
     ".txt": "text", ".md": "text", ".rst": "text",
 }  # fmt: skip
 _HIDDEN = (".", "cache-")  # beginnings of names of files that are not read
-_EXPANSION = 4  # text grows about this much when decompressed; only used to tell small files and to balance work
+_EXPANSION = 4  # factor by which text grows when decompressed; only used to recognise small files and to balance work
 # A big file is cut into at least 32 chunks, unless they would become smaller than 8 MiB: at the end of a run the other
 # workers wait for the one that has the last chunk.
 _MIN_CHUNKS, _MIN_CHUNK_BYTES = 32, 8 * 2**20
@@ -136,8 +136,8 @@ class WorkItem:
 def find_files(name: str, source: DataSource, output: Path | None = None) -> FileList:
     """All files of a source in a fixed order; one error lists everything that cannot be read.
 
-    A source that leads into the folder `output`, or to files beside the store's own, is refused: those would be read.
-    A folder inside of `output`, such as raw/, may hold sources."""
+    It is an error if a source leads into the folder `output` or to the store's own files, which would then be read as
+    text. A folder inside `output`, such as raw/, may hold sources."""
     files, hashes = FileList(), array("q")  # hashes of real paths
     problems: list[str] = []
     outside = "" if output is None else os.path.realpath(output)
@@ -165,7 +165,7 @@ def find_files(name: str, source: DataSource, output: Path | None = None) -> Fil
         raise DataError(
             "data.source-unreadable",
             f"source {name!r} cannot be read:\n  {listed}",
-            hint="relative paths start in the current folder; known formats: "
+            hint="check the paths (relative paths start in the current folder); known formats: "
             ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt, save_to_disk folders",
         )
     in_order = np.sort(hashes)

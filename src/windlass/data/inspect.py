@@ -51,7 +51,7 @@ def samples(store: Store, count: int, *, chars: int = 600) -> list[dict[str, Any
     if store.tokenizer_file is None:
         raise DataError(
             "data.tokenizer-unknown",
-            f"{store.path} does not say which tokenizer it was made with",
+            f"{store.path} does not record its tokenizer",
             hint="samples can be decoded only for stores written by `windlass tokenize`",
         )
     tokenizer = load_tokenizer(store.tokenizer_file)

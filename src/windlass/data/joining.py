@@ -50,7 +50,7 @@ class Piece:
     dropped: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def tail(self, dtype: str, skip_bytes: int, count: int) -> npt.NDArray[Any]:
-        """Numbers behind the tokens."""
+        """Numbers stored after the tokens."""
         offset = self.entry["tokens"] * self.itemsize + skip_bytes
         return np.fromfile(self.path, dtype=dtype, count=count, offset=offset)
 
@@ -58,7 +58,8 @@ class Piece:
         return self.tail("<i4", 0, self.entry["documents"])
 
     def marks(self, *, hashed: bool) -> npt.NDArray[np.uint8]:
-        """The marks of conversations, behind the lengths and, where duplicates are removed, sizes and hashes."""
+        """The marks of conversations, stored after the lengths and, if duplicates are removed, after sizes and
+        hashes."""
         marks = self.tail("u1", (24 if hashed else 4) * self.entry["documents"], self.entry["tokens"])
         keep = np.ones(self.entry["documents"], dtype=bool)
         keep[self.dropped] = False
@@ -219,7 +220,7 @@ def _write_shards(
     shards: dict[str, list[dict[str, Any]]] = {}
     for name, (split, group) in groups.items():
         shards.setdefault(split, []).append(complete[name])
-        for piece in group:  # again: an earlier run may have been killed just before
+        for piece in group:  # repeated, because an earlier run may have been killed just before this
             piece.path.unlink(missing_ok=True)
     return shards
 
@@ -289,7 +290,7 @@ def _append_piece(file: BinaryIO, piece: Piece, dtype: np.dtype[Any]) -> list[An
     if left:
         raise DataError(
             "data.piece-cut",
-            f"{piece.path} was cut: {left:,} of {size:,} bytes of tokens are missing",
+            f"{piece.path} is truncated: {left:,} of {size:,} bytes of tokens are missing",
             hint=f"remove {piece.path.parent.parent} and run again",
         )
     return [size, piece.entry.get("crc32") or piece.entry["sha256"]]  # sha256: a piece of an earlier release

@@ -1,6 +1,6 @@
 """Readers of JSON lines, text, Parquet and Arrow files, plain or compressed.
 
-A bad line costs that line; a file that was cut costs what is missing. Both are reported.
+A bad line loses only that line; a truncated file loses only what is missing. Both are reported.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ def read_blocks(file: BinaryIO, packing: str) -> Iterator[bytes]:
                     block, decompressor, inside = decompressor.unused_data, new_decompressor(), False
     except failure as error:
         raise DamagedFileError(f"the {name} data is broken ({error})") from None
-    if inside or not started:  # the zstandard library itself takes a cut file for a complete one
-        raise DamagedFileError(f"the {name} file was cut: its end is missing")
+    if inside or not started:  # the zstandard library itself accepts a truncated file as complete
+        raise DamagedFileError(f"the {name} file is truncated: its end is missing")
 
 
 # -- lines ---------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def _unreadable(file: InputFile, error: Exception) -> DataError:
     return DataError(
         "data.input-unreadable",
         f"{file.path} cannot be read as a {file.format} file: {str(error).splitlines()[0]}",
-        hint="was the file cut, or does it have another format?",
+        hint="check that the file is complete and has this format",
     )
 
 

@@ -62,7 +62,7 @@ def map_array(path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> 
         raise DataError(
             "data.store-file-cut",
             f"{path} has {len(mapped):,} bytes, fewer than the {needed:,} of its {count:,} tokens",
-            hint="the file was cut: copy the store again, or run `windlass tokenize` again",
+            hint="the file is truncated: copy the store again, or run `windlass tokenize` again",
         )
     return np.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
 
@@ -122,7 +122,7 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raise DataError(
             "data.megatron-index-invalid",
             f"{path} is not a Megatron index",
-            hint="it should begin with MMIDIDX; was the file cut, or does it have another format?",
+            hint="it must begin with MMIDIDX: check that the file is complete and has this format",
         )
     _, version, code, sequences, marks = INDEX_HEADER.unpack(raw)
     if version != 1 or code not in TYPES:
@@ -141,7 +141,7 @@ def read_index(path: Path) -> MegatronIndex:
         raise DataError(
             "data.store-file-cut",
             f"{path} has {path.stat().st_size:,} bytes, fewer than the {needed:,} of {sequences:,} sequences",
-            hint="the file was cut: copy it again",
+            hint="the file is truncated: copy it again",
         )
     raw = map_array(path, np.dtype(np.uint8), needed)
     lengths, pointers, mark_part, _ = np.split(
@@ -187,7 +187,7 @@ class Shard:
             raise DataError(
                 "data.document-index-missing",
                 f"{self.file} has no index of its documents",
-                hint="data.mask_documents needs a store whose documents are indexed",
+                hint="set data.mask_documents = false, or use a store with an index of its documents",
             )
         ends: Ints | None = None
         if self.index.suffix != ".idx":
@@ -216,7 +216,8 @@ def refuse_outside(tokens: Array, vocab: int | None, place: str) -> None:
         raise DataError(
             "data.token-outside-vocabulary",
             f"{place} holds token {low if low < 0 else high:,}, but the vocabulary has {limit:,}",
-            hint="`windlass data STORE --verify` finds changed files; else set model.vocab to at least "
+            hint="find changed files with `windlass data STORE --verify`; if there are none, set model.vocab to at "
+            "least "
             f"{high + 1:,}, or tokenize with the model's tokenizer",
         )
 
@@ -257,7 +258,7 @@ class TokenArray:
         """Fill `out` with the tokens from `start` on."""
         number = bisect_right(self._begins, start) - 1
         first, done = start - self._begins[number], 0
-        while done < len(out):  # a second time only for a sequence that continues in the next shard
+        while done < len(out):  # a second round only for a sequence that continues in the next shard
             part = self.shards[number].array[first : first + len(out) - done]
             if part.dtype.itemsize > 4:  # else a large id would silently become another one
                 refuse_outside(part, None, str(self.shards[number].file))
@@ -307,7 +308,7 @@ class TokenArray:
             if number < len(ends):
                 return base + (int(ends[number - 1]) if number else 0), base + int(ends[number])
             number -= len(ends)
-        raise DataError("data.document-missing", f"there is no document {number} beyond the last one")
+        raise DataError("data.document-missing", f"there is no document {number}: it is beyond the last one")
 
 
 # -- shards of other tools -----------------------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def open_megatron_shard(file: Path) -> Shard:
         raise DataError(
             "data.store-file-cut",
             f"{binary} has {binary.stat().st_size:,} bytes, its index says {size:,}",
-            hint="the two files do not belong together, or one was cut",
+            hint="copy both files again: they do not belong together, or one is truncated",
         )
     return Shard(binary, index.tokens, index.dtype, index.documents, file)
 
@@ -344,7 +345,7 @@ def open_datatrove_shard(file: Path) -> Shard:
         raise DataError(
             "data.token-width-unknown",
             f"{file}: the number of bytes per token is unknown",
-            hint="keep the .ds.metadata or .ds.index file next to it",
+            hint="put the .ds.metadata or .ds.index file next to it",
         )
     return Shard(file, file.stat().st_size // dtype.itemsize, dtype, documents, None if documents is None else index)
 
@@ -355,7 +356,7 @@ def _dtype_by_size(file: Path, tokens: int) -> np.dtype[Any]:
         raise DataError(
             "data.store-file-cut",
             f"{file} has {size:,} bytes, which is neither 2 nor 4 for each of its {tokens:,} tokens",
-            hint="the file was cut, or its index belongs to another file",
+            hint="copy both files again: the file is truncated, or its index belongs to another file",
         )
     return np.dtype("<u2" if size == 2 * tokens else "<u4")
 

@@ -94,7 +94,9 @@ class Store:
     def tokens(self, source: str, split: str = "train") -> TokenArray:
         if source not in self.shards:
             raise DataError(
-                "data.source-missing", f"{self.path} has no source {source!r}", hint=f"it has {', '.join(self.shards)}"
+                "data.source-missing",
+                f"{self.path} has no source {source!r}",
+                hint=f"use one of its sources: {', '.join(self.shards)}",
             )
         return TokenArray(list(self.shards[source].get(split, [])))
 
@@ -113,7 +115,7 @@ class Store:
             ]
         problems = []
         if self.ledger_hash != hash_json(self.ledger()):
-            problems.append(StoreProblem(LEDGER, "is not the ledger that the manifest was written with"))
+            problems.append(StoreProblem(LEDGER, "does not match the manifest"))
         if self.tokenizer_file is None or hash_file(self.tokenizer_file) != self.tokenizer_hash:
             problem = "the tokenizer is missing or not the one the tokens were made with"
             problems.append(StoreProblem(str(self.tokenizer_file), problem))
@@ -124,7 +126,7 @@ class Store:
         damages = [p for name, stretches in checksums.items() for p in check_file(self.path / name, stretches)]
         if damages:
             return problems + damages
-        # The numbers of the manifest against files whose checksums are right.
+        # Compare the numbers of the manifest with the files, whose checksums are right.
         faults = []
         for shard in shards:
             files = (shard.file, shard.index, *([shard.marks] if shard.marks else []))
@@ -212,7 +214,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" if manifest else "not a JSON object"
         raise DataError(
             "data.store-damaged",
-            f"{path / MANIFEST} is damaged or not of a windlass store ({reason})",
+            f"{path / MANIFEST} is damaged, or does not belong to a windlass store ({reason})",
             hint="copy the store again, or delete the folder and run `windlass tokenize` again",
         ) from None
     assert manifest is not None
@@ -227,7 +229,7 @@ def open_store(path: Path | str) -> Store:
             raise DataError(
                 "data.store-unfinished",
                 f"{path} is not finished",
-                hint="run the same `windlass tokenize` again: only the missing parts are done",
+                hint="run the same `windlass tokenize` again, which processes only the missing parts",
             )
         return open_foreign(path)
     logger.info("token store: %s", path.absolute())
@@ -355,7 +357,7 @@ def refuse_unlawful(sources: Mapping[str, DataSource] | Mapping[str, SourceInfo]
         raise DataError(
             "data.source-unlawful",
             f'{place}: policy = "lawful" refuses {len(lines)} of {len(gaps)} sources:\n  ' + "\n  ".join(lines),
-            hint="write licence and origin into the source's table of the data file, or remove the source",
+            hint="add the licence and origin to the source's table in the data file, or remove the source",
         )
 
 
@@ -381,7 +383,7 @@ def summary(store: Store) -> str:
         special = "kept as text" if settings["special_tokens"] == "text" else "turned into that token"
         processing = [
             f"documents read: {sum(entry['documents_in'] for entry in entries):,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
-            f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
+            f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not checked'}",
             f"held out for validation: {print_share(settings['validation'], digits=3)} of documents, by hash of their text",
             f"texts were neither stripped nor normalised; text that looks like a special token was {special}",
         ]

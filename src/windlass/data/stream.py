@@ -28,7 +28,7 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Some sequences of a stream; None where the stream has nothing to say."""
+    """Some sequences of a stream; None where the stream has no such values."""
 
     tokens: Tokens
     # Number of each token's document inside its sequence, where asked for.
@@ -40,7 +40,7 @@ class SequenceBatch:
 
 
 class StoreStream:
-    """Windows of a token store, mixed and permuted, in an endless order.
+    """Windows of a token store, mixed and shuffled, in an endless order.
 
     Its position is the number of the next sequence; there is no other state.
     """
@@ -81,7 +81,7 @@ class StoreStream:
         self.mixture = Mixture(names, windows, plan_phases(plain, names, windows, config.seq_len), seed)
 
     def _long(self, source: str) -> str:
-        """What becomes of a document that is longer than a window: a text continues in others, a pair is left out."""
+        """How documents longer than a window are handled: a text continues in further windows, a pair is left out."""
         form = self.store.manifest.get("sources", {}).get(source, {}).get("form")
         return "split" if form is None else "leave_out" if form == "pairs" else self.config.long_documents
 
@@ -109,9 +109,10 @@ class StoreStream:
     def sequences(self, indexes: npt.ArrayLike) -> Tokens:
         """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
         parts = list(self._parts(indexes))
-        # What no document fills is never counted; any token that the model has will do.
+        # Positions that no document fills are never counted, so any valid token will do.
         out = np.full((np.size(indexes), self.seq_len + 1), self.store.eos or 0, dtype=np.int32)
-        for _, _, array, start, count in parts:  # all of them first, so that a slow disk has many requests at a time
+        # Announce all reads first, so that a slow disk has many requests at a time.
+        for _, _, array, start, count in parts:
             array.expect(start, count)
         for row, column, array, start, count in parts:
             array.copy(start, out[row, column : column + count])
@@ -249,7 +250,7 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
             raise ConfigError(
                 "data.vocabulary-missing",
                 "synthetic tokens need a vocabulary size",
-                hint="set data.store, or model.vocab",
+                hint="set data.store or model.vocab",
             )
         return SyntheticStream(config, seed=seed, vocab=vocab)
     stream = StoreStream(usable_store(config, vocab), config, seed=seed, split=split, vocab=vocab)
@@ -302,7 +303,8 @@ class Loader(contextlib.AbstractContextManager["Loader"], Iterator[SequenceBatch
         documents: bool = False,
     ) -> None:
         self.stream, self.documents = stream, documents
-        self.wait_seconds = self.last_wait_seconds = 0.0  # that all calls of `next`, and the last one, have waited
+        # Time that all calls of `next`, and the last one, have waited.
+        self.wait_seconds = self.last_wait_seconds = 0.0
         self._pin = pin
         self._stopped = False
         self._queue: queue.Queue[SequenceBatch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))

@@ -43,11 +43,10 @@ from windlass.processes import ForkedWorkers, WorkerDiedError, WorkerFailedError
 from windlass.runs.lock import holder, locked
 
 _EARLY_STOP_REJECTS = 1000  # a run in which most documents are rejected stops at once: probably a wrong field name
-_WARM_UP_CHUNKS = (
-    4  # per worker, from which on the first chunk is done before the fork: all wait for it, but learn from it
-)
-_PARENT = -1  # number of this process among its workers
-_MIN_GROWTH_BYTES = 100_000_000  # that a worker may grow even if tokenizer and engine alone are large
+# Per worker. With more chunks, the first is processed before the fork: all workers inherit the engine's cache.
+_WARM_UP_CHUNKS = 4
+_PARENT = -1  # worker number of this process itself
+_MIN_GROWTH_BYTES = 100_000_000  # by which a worker may grow even if tokenizer and engine alone are large
 _REREAD_BYTES = 300_000_000  # above which loading the engine again is cheaper than decompressing up to the same place
 _SETTINGS = (
     "add_eos", "special_tokens", "dedup", "utf8", "min_chars", "max_chars", "max_document", "validation", "chunk",
@@ -144,7 +143,7 @@ def _tokenize(
         updated = update_terms(target, manifest, shared.file) if task is None else None
         manifest = updated or manifest
         if not items:
-            if work.is_dir():  # something was to be added, and is no longer wanted
+            if work.is_dir():  # an earlier run began to add sources that the data file no longer has
                 undo_joining(work, target, manifest)
                 shutil.rmtree(work, ignore_errors=True)
             return replace(_result(target, manifest, started, 0, 0, ""), restated=updated is not None)
@@ -176,7 +175,7 @@ def _tokenize(
     if unfinished := unfinished_files(items, {key: bool(line["last"]) for key, line in journal.items()}):
         raise DataError(
             "data.chunks-missing",
-            f"{len(unfinished)} files are not done, the first is {unfinished[0]}",
+            f"{len(unfinished)} files are not finished, the first is {unfinished[0]}",
             hint="this is a bug in windlass; run the same command again",
         )
     _check_rejects(shared, items, journal, (target if manifest is None else work) / REJECTS)
@@ -233,7 +232,7 @@ def _new_items(
     if changed:
         raise DataError(
             "data.source-files-changed",
-            f"the files of {', '.join(changed)} are not those that {target} was made from",
+            f"the files of {', '.join(changed)} have changed since {target} was written",
             hint="add new files as a source with another name, or choose another `output`",
         )
     new = [item for item in items if item.source not in manifest["sources"]]
@@ -241,7 +240,7 @@ def _new_items(
         raise DataError(
             "data.dedup-cannot-add",
             f'sources cannot be added to {target} with dedup = "exact"',
-            hint="the hashes of its documents are gone: make a new store of all sources",
+            hint="make a new store of all sources: the hashes of the old documents are no longer available",
         )
     return new
 
@@ -260,7 +259,7 @@ def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
             job = f", job {owner['job']}" if owner.get("job") else ""
             raise DataError(
                 "data.store-locked",
-                f"{target} is being written by another tokenize job "
+                f"another tokenize job is writing to {target} "
                 f"(host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}{job})",
                 hint="wait for it, stop it, or choose another `output`",
             )
@@ -270,13 +269,14 @@ def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_failures(work: Path) -> Iterator[None]:
-    """Turn SIGTERM (the queue's time limit), failures of the disk and of workers into errors that say how to go on."""
+    """Turn SIGTERM (the queue's time limit), failures of the disk and of workers into errors that say how to
+    continue."""
 
     def stop(number: int, frame: object) -> None:
         raise StoppedError(
             "data.stopped",
             f"stopped by {signal.Signals(number).name}",
-            hint="run the same command again: only the missing parts are done",
+            hint="run the same command again, which processes only the missing parts",
         )
 
     with contextlib.ExitStack() as stack:
@@ -351,7 +351,8 @@ def _process_chunks(
                     "data.most-documents-rejected",
                     f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: "
                     "stopped early",
-                    hint="is `field` the name of the text field, and `format` right? See work/pieces/*.rejects",
+                    hint="check `field` (the name of the text field) and `format`; work/pieces/*.rejects lists the "
+                    "reasons",
                 )
         show(progress)
 
@@ -377,7 +378,7 @@ def _process_chunks(
                 max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
     with _explain_failures(shared.folder):
-        # What the engine learns from a chunk before the fork, all workers know.
+        # All workers inherit what the engine has cached before the fork.
         if engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
             worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
             try:
@@ -435,5 +436,5 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
     raise DataError(
         codes[0],
         f"{' and '.join(texts)}:\n  " + "\n  ".join(details),
-        hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
+        hint=f"repair the files, or set {' and '.join(keys)}, and run again: all other documents are kept",
     )

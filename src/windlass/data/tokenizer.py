@@ -166,8 +166,8 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bool = False) -> Tokenizer:
     """The tokenizer of a file or folder. `eos` overrides which token ends a document, by name or id.
 
-    `glance`: read only what must be known before the first token off a JSON. The library then loads the file when a
-    text is first encoded, and complains there if it cannot.
+    `glance`: read from a JSON only what is needed before the first text. The library then loads the file when a text is
+    first encoded, and fails there if it cannot.
     """
     path = Path(path)
     candidates = [file for name in _FILE_NAMES for file in sorted(path.glob(name))] if path.is_dir() else [path]
@@ -219,7 +219,7 @@ def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bo
             raise DataError(
                 "data.eos-unknown",
                 f"eos = {eos!r} is not a token of {file}, which has {tokenizer.vocab_size:,} ids",
-                hint="name one of its special tokens, or an id",
+                hint="give one of its special tokens, or an id",
             )
         object.__setattr__(tokenizer, "eos", number)
     if isinstance(tokenizer, JsonTokenizer) and not glance:
@@ -244,7 +244,7 @@ def load_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
         raise DataError(
             "data.tokenizer-damaged",
             f"{file} is not a tokenizers JSON: {error}",
-            hint="is it the complete and unchanged tokenizer.json of a model?",
+            hint="use the complete and unchanged tokenizer.json of a model",
         ) from None
     inner.no_truncation()
     inner.no_padding()
@@ -312,7 +312,7 @@ def _open_ranks(file: Path) -> tuple[Tokenizer, FindId]:
             raise DataError(
                 "data.tokenizer-damaged",
                 f"{file}, line {number}: not a base64 token and its rank",
-                hint="the file was cut or has another format",
+                hint="check that the file is complete and has this format",
             ) from None
     if len(ranks) not in _PUBLISHED_RANKS:
         counts = ", ".join(f"{count:,} ({entry[0]})" for count, entry in _PUBLISHED_RANKS.items())
@@ -336,7 +336,7 @@ def _open_tekken(file: Path) -> tuple[Tokenizer, FindId]:
         raise DataError(
             "data.tokenizer-damaged",
             f"{file} is not a tekken tokenizer: {error}",
-            hint="it should have config, vocab and their fields",
+            hint="use a tekken.json with config, vocab and their fields",
         ) from None
     specials = {"<unk>": 0, "<s>": 1, "</s>": 2}
     specials |= {entry["token_str"]: int(entry["rank"]) for entry in value.get("special_tokens") or []}
@@ -460,7 +460,7 @@ def train_bpe(
         raise DataError(
             "data.vocabulary-too-small",
             f"a byte-level vocabulary of {vocab} ids is too small",
-            hint="256 bytes and the end token need 257 ids; 8,000 is a small real vocabulary",
+            hint="use at least 257 ids (256 bytes and the end token); 8,000 is a small real vocabulary",
         )
     tokenizers = import_optional("tokenizers")
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -66,7 +66,7 @@ def carbon(
         if (in_recipe := getattr(config, name)) is not None:
             return Factor(value=in_recipe, source=f"recipe (energy.{name})")
         if cluster is None or (in_cluster := getattr(cluster.grid, cluster_key)) is None:
-            reason = "unknown" if cluster is None else f"not in the file of {cluster.name}"
+            reason = "unknown" if cluster is None else f"not in the cluster file {cluster.name}"
             return Factor(value=None, source=f"{reason}; energy.{name} in the recipe sets it")
         fact = cluster.sources.get(f"grid.{cluster_key}") or cluster.sources.get("grid")
         if fact is None:

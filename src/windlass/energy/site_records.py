@@ -99,7 +99,7 @@ def parse_ear(text: str, path: str) -> list[EarRow]:
             "energy.not-an-ear-file",
             f"{path} is not an EAR application CSV: no column for {', '.join(absent) or 'node power'} "
             f"(it begins with {', '.join(list(reader.fieldnames or ())[:6]) or 'nothing'})",
-            hint="the separator is ';'; loop files (LOOPID) have no totals, give the _apps file",
+            hint="give the _apps file, with ';' as separator; loop files (LOOPID) have no totals",
         )
     return [_ear_row(record, columns) for record in reader if (record.get(columns["node"]) or "").strip()]
 
@@ -167,7 +167,7 @@ def without_overlap(rows: list[EarRow]) -> list[EarRow]:
             if (row.job, row.node) == (other.job, other.node)
             and not (row.start is None or row.end is None or other.start is None or other.end is None)
         ]
-        # Together: they overlap for more than half of this one's time.
+        # Simultaneous: they overlap for more than half of this row's time.
         if not any(seconds > max(0.0, ((row.end or 0.0) - (row.start or 0.0)) / 2) for seconds in overlaps):
             kept.append(row)
     return [row for row in steps if row in kept]
@@ -221,7 +221,7 @@ def sacct(jobs: Sequence[str]) -> str:
         raise LaunchError(
             "energy.sacct-timeout",
             "sacct gave no answer within 60 s",
-            hint="the accounting may be busy; try again later",
+            hint="try again later: the accounting may be busy",
         ) from None
     if done.returncode:
         raise LaunchError(
@@ -335,8 +335,8 @@ def _own_records(run: Run, records: list[_Record], path: str) -> list[tuple[_Rec
     if jobs and not own:
         raise RunError(
             "energy.no-job-of-this-run",
-            f"{path} has jobs {_first_names(jobs)}, and none of them belongs to this run ({_first_names(run_jobs)})",
-            hint="EAR names an array's tasks by their own numbers: write the run's job id into the JOBID column",
+            f"{path} has jobs {_first_names(jobs)}, but none of them belongs to this run ({_first_names(run_jobs)})",
+            hint="write the run's job id into the JOBID column: EAR gives the tasks of an array their own numbers",
         )
     return [(record, own[record.job]) for record in records if record.job in own]
 

@@ -80,7 +80,7 @@ class VllmEngine:
             raise ConfigError(
                 "evaluate.vllm-missing",
                 "--engine vllm needs the package vllm, which is not installed",
-                hint="pip install vllm, or leave out --engine: our own decoder also generates in batches",
+                hint="pip install vllm, or omit --engine: windlass's own decoder also generates in batches",
             ) from None
         if opened.source.run is not None:
             raise ConfigError(
@@ -146,12 +146,13 @@ def generate_answers(
         raise ConfigError(
             "evaluate.template-without-source",
             f"the template {template!r} has no {{{form.field}}}",
-            hint=f"for example {form.template!r}",
+            hint=f"write for example {form.template!r}",
         )
     if options.shots and (unsolved := [n for n, item in enumerate(items, start=1) if not form.solution(item)]):
         raise ConfigError(
             "evaluate.example-unsolved",
-            f"{len(unsolved)} of {len(items)} items have no solution to show as an example, first number {unsolved[0]}",
+            f"{len(unsolved)} of {len(items)} items have no solution to show as an example, the first is number "
+            f"{unsolved[0]}",
             hint="use --shots 0, or give every item of a code task a canonical_solution and of instructions an answer",
         )
     chat = load_chat_template(tokenizer) if options.chat else None

@@ -35,8 +35,8 @@ def answer(
     if len(prompt) >= opened.max_length:
         raise DataError(
             "evaluate.question-too-long",
-            f"the question has {len(prompt):,} tokens, and the model reads {opened.max_length:,}",
-            hint="ask a shorter one",
+            f"the question has {len(prompt):,} tokens, but the model reads at most {opened.max_length:,}",
+            hint="ask a shorter question",
         )
     shown = ""
 

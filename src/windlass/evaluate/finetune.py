@@ -37,7 +37,7 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
         raise ConfigError(
             "tune.task-file",
             f"{where}: a task has [tune] and [data], not {', '.join(unknown)}",
-            hint="recipes/lepiszcze has examples",
+            hint="see recipes/lepiszcze for examples",
         )
     table = {**DEFAULTS, **raw.get("tune", {}), **{key: value for key, value in options.items() if value is not None}}
     tune = validate(TuneConfig, table, where)
@@ -45,7 +45,7 @@ def read_task(path: Path | None, options: dict[str, Any]) -> tuple[TuneConfig, i
         raise ConfigError(
             "tune.task-file",
             f"{where}: `windlass finetune` is for tasks on examples, not {tune.task}",
-            hint=f"one of {', '.join(EXAMPLE_TASKS)}; for the others `windlass train` with a [tune] table",
+            hint=f"use one of {', '.join(EXAMPLE_TASKS)}; for other tasks, use `windlass train` with a [tune] table",
         )
     if tune.train is None:
         raise ConfigError("tune.no-examples", f"{where} names no training examples", hint="name them with --train FILE")

@@ -144,7 +144,7 @@ class Sampling:
                 "evaluate.sampling-invalid",
                 f"cannot sample with temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}, "
                 f"{self.tokens} tokens",
-                hint="temperature >= 0, 0 < top_p <= 1, top_k >= 1 and tokens >= 1",
+                hint="use temperature >= 0, 0 < top_p <= 1, top_k >= 1 and tokens >= 1",
             )
 
 

@@ -58,7 +58,7 @@ def run_harness(
         raise ConfigError(
             "evaluate.harness-task-unknown",
             f"the harness has no task {', '.join(unknown)}",
-            hint=f"it has {available}" if available else "the folder holds no task",
+            hint=f"use one of {available}" if available else "the folder contains no task",
         )
 
     template = load_chat_template(tokenizer) if chat else None

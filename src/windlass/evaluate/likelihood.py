@@ -96,7 +96,7 @@ def end_token(token: int | None) -> int:
         raise DataError(
             "evaluate.end-token-missing",
             "a text without context needs an end-of-document token before it",
-            hint="name a tokenizer that has one; this one has none",
+            hint="use a tokenizer that has one; this one has none",
         )
     return token
 

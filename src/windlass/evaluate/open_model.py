@@ -59,7 +59,7 @@ def open_model(
         raise ConfigError(
             "evaluate.no-next-token",
             f"{source.folder} was tuned for task {tune.task!r}: it predicts no next token",
-            hint="its scores are in eval.jsonl; use a model that was tuned for chat or not at all",
+            hint="see eval.jsonl for its scores, or use a model that was tuned for chat or not at all",
         )
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

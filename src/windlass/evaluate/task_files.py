@@ -67,7 +67,7 @@ def read_task_file(path: Path | str) -> TaskFile:
             raise DataError(
                 "evaluate.task-header-invalid",
                 f"{path}, line {first_number}: {'; '.join(places)}",
-                hint=f"the task may have {', '.join(TaskHeader.model_fields)}",
+                hint=f"use only these keys: {', '.join(TaskHeader.model_fields)}",
             ) from None
     if not problems:
         raise DataError(
@@ -101,7 +101,7 @@ def check_task(task: TaskFile, options: SuiteOptions) -> None:
     if options.shots >= len(task.items):
         raise ConfigError(
             "evaluate.too-many-shots",
-            f"{options.shots} examples before each question need more than the task's {len(task.items)} items",
+            f"{options.shots} examples before each question need more items than the task has ({len(task.items)})",
             hint="lower --shots",
         )
     if check := getattr(task.suite, "check", None):  # suites of other packages may lack it

@@ -52,7 +52,10 @@ def leaderboard_sections(config: LeaderboardConfig, entries: Sequence[Row]) -> l
     models = [name for name, _ in ranked]
     series = [bars(name, data_sets, [cells.get((name, d), {}).get("score") for d in data_sets]) for name in models]
     chart = Chart(title="Score", x_title=config.columns, y_title="score", series=series, from_zero=True)
-    caption = "Mean and standard deviation over seeds. Of several points the one that was best on validation examples."
+    caption = (
+        "Mean and standard deviation over seeds. If there are several points, the one that was best on "
+        "validation examples is shown."
+    )
     items: list[Item] = [DataTable(header, table, right=range(2, len(header)), strong=[0], caption=caption), chart]
     details = entry_table(config, entries)
     missing = sum(entry["score"] is None for entry in entries)

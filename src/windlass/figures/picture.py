@@ -24,7 +24,7 @@ def save_picture(item: Chart | Heat, path: Path, *, width: float = 10.0) -> Path
     if kind not in ("png", "svg", "pdf"):
         raise WindlassError(
             "figures.format-unknown",
-            f"{path}: pictures are written as .png, .svg or .pdf, not {path.suffix or 'without a suffix'!r}",
+            f"{path}: images are written as .png, .svg or .pdf, not {path.suffix or 'without a suffix'!r}",
             hint=f"name it {path.stem}.png",
         )
     write_atomic(path, draw_picture(item, kind, width))
@@ -38,8 +38,8 @@ def draw_picture(item: Chart | Heat, kind: str, width: float = 10.0) -> bytes:
     except ModuleNotFoundError:
         raise WindlassError(
             "figures.matplotlib-missing",
-            "pictures need matplotlib, which is not installed",
-            hint="pip install 'windlass[png]'; --html and --json need nothing more",
+            "images need matplotlib, which is not installed",
+            hint="pip install 'windlass[png]'; --html and --json do not need it",
         ) from None
     from matplotlib.figure import Figure  # not pyplot: no display, no global state, safe in a server
 

@@ -370,7 +370,7 @@ def equivalence_table(sweep: SweepConfig) -> DataTable:
 def sweep_sections(
     sweep: SweepConfig, rows: Sequence[Row], rank_by: str, grid: Collection[str] | None = None
 ) -> list[Section]:
-    """`grid`: names of the points of the matrix (None: all); points beside it stay out of the maps."""
+    """`grid`: names of the points of the matrix (None: all); other points are not shown in the maps."""
     # The axis `devices` is the column `devices_per_node`; tables of earlier versions do not have that column.
     renamed = {"devices": "devices_per_node"} if any(r.get("devices_per_node") is not None for r in rows) else {}
     axes, wanted = ([renamed.get(axis, axis) for axis in names] for names in (axes_of(sweep), sweep.heat))

@@ -159,7 +159,7 @@ def _array_and_merge(
     if count < 1 or (limit is not None and count > limit):
         raise LaunchError(
             "launch.array-size",
-            f"an array of {count} tasks is not possible on {cluster.name}: 1 to {limit or 'any number'}",
+            f"an array of {count} tasks is not possible on {cluster.name}: use 1 to {limit or 'any number'}",
             hint=f"use --array {max(1, min(count, limit or count))}",
         )
     work = None if size is None else CpuWork(core_seconds=size / TOKENIZED_BYTES_PER_SECOND, tasks=count)

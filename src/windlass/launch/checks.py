@@ -88,7 +88,7 @@ def check_bindings(
     tasks: int | None = None,
     line_of: Callable[[str], str] = lambda written: "",
 ) -> list[Finding]:
-    """Masks of a command or script that put two ranks on one core, or a rank on cores it must not use."""
+    """Find CPU masks in a command or script that put two ranks on one core, or a rank on cores it must not use."""
     findings = []
     for binding in find_bindings(text):
         node = cluster.node if cluster and cluster.binding.kind == "mask" else None
@@ -97,7 +97,7 @@ def check_bindings(
         nearest = (own or nearest_masks(binding.entries)) if faults and binding.kind == "mask_cpu" else None
         hint = "give each local rank its own cores: two ranks on one core run at half speed without a warning"
         if nearest is not None:
-            hint = f"the masks of {nearest[0]}: {','.join(nearest[1])}"
+            hint = f"use the masks of {nearest[0]}: {','.join(nearest[1])}"
         source = source_of(cluster, "binding") if cluster else None
         findings += [Finding("masks", "refuse", line_of(binding.written) + fault, hint, source) for fault in faults]
     return findings
@@ -114,21 +114,21 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             (
                 bool(same_name),
                 "qos",
-                f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})",
-                "set launch.qos",
+                f"partition {job.partition} has no QOS {job.qos!r} (it has {qos})",
+                "set launch.qos to one of these",
                 source,
             ),
             (
                 not same_name and bool(names),
                 "partition",
                 f"{cluster.name} has no partition {job.partition!r} in its cluster file",
-                f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine",
+                f"use one of {names}; `windlass clusters {cluster.name} --probe` asks the live system",
                 source,
             ),
         ]
     name = queue.name + (f" with QOS {queue.qos}" if queue.qos else "")
     limit = print_seconds(queue.max_time)
-    minimum = slurm.rules.get("bprod_minimum", f"{name} begins at {queue.min_nodes} nodes")
+    minimum = slurm.rules.get("bprod_minimum", f"{name} needs at least {queue.min_nodes} nodes")
     fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in slurm.partitions if p.gpus and fits_nodes(p, job.nodes)]
     return [
         (
@@ -141,17 +141,17 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
         (
             job.nodes > (queue.max_nodes or math.inf),
             "nodes",
-            f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
-            f"queues that take it: {', '.join(fitting)}"
+            f"{job.nodes} nodes are more than the {queue.max_nodes} that {name} allows",
+            f"use a partition that allows it: {', '.join(fitting)}"
             if fitting
-            else "no queue in the cluster file takes that many nodes",
+            else "use fewer nodes: no partition in the cluster file allows that many",
             source,
         ),
         (
             job.nodes < queue.min_nodes,
             "nodes",
-            f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
-            "ask for more nodes, or remove partition and QOS",
+            f"{job.nodes} nodes are fewer than {queue.min_nodes}: {minimum}",
+            "request more nodes, or remove launch.partition and launch.qos",
             source,
         ),
         (
@@ -165,7 +165,7 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             bool(job.devices_per_node) and not queue.gpus,
             "gpus",
             f"{name} has no accelerators",
-            "choose a partition with devices",
+            "set launch.partition to a partition with accelerators",
             source,
         ),
         (
@@ -181,40 +181,40 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
 def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
     node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
     usable, cores = node.cores_usable or node.cores, job.tasks_per_node * (job.cpus_per_task or 1)
-    core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
+    core_rule = slurm.rules.get("usable_cores", f"a job may use {usable} cores of a node")
     return [
         (
             slurm.account_required and not (job.account or default_account(slurm.account)),
             "account",
-            f"no account is given: {slurm.rules.get('account', '--account is compulsory here')}",
-            "set launch.account=NAME, SBATCH_ACCOUNT, or slurm.account in your own file of the cluster",
+            f"no account is given: {slurm.rules.get('account', '--account is required here')}",
+            "set launch.account=NAME, SBATCH_ACCOUNT, or slurm.account in your own cluster file",
             source,
         ),
         (
             slurm.qos_required and not job.qos,
             "qos",
-            "no QOS is given, and it is compulsory here",
-            "set launch.qos",
+            "no QOS is given, but it is required here",
+            "set launch.qos to one of the site's",
             source,
         ),
         (
             devices > node.devices,
             "devices",
             f"{devices} devices per node, but a node has {node.devices}",
-            f"at most {node.devices} devices per node, or more nodes",
+            f"use at most {node.devices} devices per node, or more nodes",
             source_of(cluster, "node.devices"),
         ),
         (
             devices > 0 and not job.torchrun and job.tasks_per_node != devices,
             "tasks",
-            f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device",
+            f"{job.tasks_per_node} tasks for {devices} devices on a node: each device needs one rank",
             'set launch.starter = "srun"',
             source,
         ),
         (
             slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices,
             "whole_nodes",
-            slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices"),
+            slurm.rules.get("whole_nodes", f"a job on several nodes must use all {node.devices} devices of each node"),
             None,
             source,
         ),
@@ -267,7 +267,7 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
         (
             memory_bytes > (limit or math.inf) * 1.05,
             "mem",
-            f"--mem={memory} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever",
+            f"--mem={memory} is more than the {print_bytes(limit)} of a node: the job would stay pending forever",
             None,
             source_of(cluster, "node.memory"),
         ),
@@ -289,7 +289,7 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
         (
             job.requeue and job.chain != "none",
             "requeue",
-            "a job that SLURM requeues counts as one more start when progress is judged",
+            "a job that SLURM requeues counts as one more start when the chain checks for progress",
             None,
             None,
         ),
@@ -304,13 +304,13 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
             some_nodes and bool(constraint),
             "local_disk",
             f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
-            f"launch.sbatch.constraint={constraint}",
+            f"set launch.sbatch.constraint={constraint}",
             source_of(cluster, "node.local_disk"),
         ),
         (
             job.environment.kind == "container" and node.arch == "aarch64",
             "arch",
-            "the nodes are aarch64: an x86 image ends with 'exec format error'",
+            "the nodes are aarch64: an x86 image fails with 'exec format error'",
             None,
             source_of(cluster, "node.arch"),
         ),
@@ -336,7 +336,7 @@ def check_quotas(
     # Path, name, bytes and what makes it smaller.
     parts: list[tuple[str, str, int, str]] = []
     if store_bytes is not None and job.staging is not None:
-        parts.append((job.staging.target, "the token store", store_bytes, "launch.stage_data = false"))
+        parts.append((job.staging.target, "the token store", store_bytes, "set launch.stage_data = false"))
     elif store_bytes is not None and fast is not None and recipe.launch.stage_data is None:
         text = f"the token store of at most {print_quota(store_bytes)} is not copied to {fast.path}"
         if store_bytes > (fast.quota or math.inf):
@@ -345,7 +345,7 @@ def check_quotas(
         peak = forecast(
             checkpoint_bytes, recipe.save, steps=steps, batch_tokens=recipe.data.batch_tokens or 0
         ).peak_bytes
-        name, fewer = f"{peak // checkpoint_bytes} checkpoints", "a smaller save.keep_last, keep_best or keep_every"
+        name, fewer = f"{peak // checkpoint_bytes} checkpoints", "lower save.keep_last, keep_best or keep_every"
         parts.append((job.checkpoints_target or job.run_dir, name, peak, fewer))
     for storage in (s for s in cluster.storage.values() if s.quota is not None):
         roots = {storage.path, os.path.expandvars(storage.path) if on_site else storage.path}
@@ -390,7 +390,7 @@ def check_site(
         batch_tokens = recipe.data.batch_tokens or 0
         need = forecast(checkpoint_bytes, recipe.save, steps=steps, batch_tokens=batch_tokens, free_bytes=free_bytes)
         too_much = (
-            "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system",
+            "keep fewer checkpoints (save.keep_last, save.keep_best, save.keep_every) or use a larger file system",
             "[save] of the recipe and the free space now",
         )
         space = (
@@ -452,7 +452,7 @@ def _environment_rows(job: BatchJob) -> list[Row]:
                 has_image and source.startswith("/") and "$" not in source and not Path(source).exists(),
                 "binds",
                 f"{source} is bound into the container but does not exist on this node",
-                "every rank fails when compute nodes lack it too",
+                "create it, or correct launch.binds: every rank fails if compute nodes lack it too",
                 None,
             )
             for source in (os.path.expandvars(bind.split(":")[0]) for bind in env.binds)
@@ -474,12 +474,12 @@ def _check_store(recipe: Recipe) -> Finding:
         needed = shard.offset + shard.tokens * shard.dtype.itemsize
         size = shard.file.stat().st_size if shard.file.is_file() else None
         if size is None or size < needed:
-            fault = f"{shard.file.name} {'is missing' if size is None else f'has {size:,} bytes'} of {needed:,}"
+            fault = f"{shard.file.name} {'is missing' if size is None else f'has {size:,} of {needed:,} bytes'}"
             return Finding(
                 "store",
                 "refuse",
                 f"the token store {recipe.data.store} is not complete: {fault}",
-                "run `windlass tokenize` again: only the missing parts are done",
+                "run `windlass tokenize` again, which processes only the missing parts",
             )
     return Finding("store", "ok", f"token store {recipe.data.store}: complete")
 
@@ -492,14 +492,17 @@ def check_chain(job: BatchJob, expected_links: int | None) -> list[Finding]:
     if expected_links is None or job.chain == "self" or expected_links <= job.links:
         return []
     text = f"the whole run needs about {expected_links} jobs, and {job.links} would be submitted"
-    return [Finding("chain", "note", text, f"--chain {expected_links}, or --chain self: each job submits the next")]
+    return [
+        Finding(
+            "chain", "note", text, f"use --chain {expected_links}, or --chain self, where each job submits the next"
+        )
+    ]
 
 
 def check_budget(
     asked_node_hours: float, used_node_hours: float, budget: float | None, needed_node_hours: float | None = None
 ) -> list[Finding]:
-    """The jobs at their limit, and what the whole run is expected to need until it is finished, against what is
-    left."""
+    """Compare the remaining budget with the jobs at their limit, and with what the whole run is expected to need."""
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours

@@ -46,11 +46,11 @@ def choose_cpu_queue(cluster: Cluster, slurm: SlurmLimits, work: CpuWork | None)
     if work is None or not queues:
         queue = queues[0] if queues else None
         limit = queue.max_time if queue and queue.max_time else CPU_SECONDS
-        return queue, min(CPU_SECONDS, limit), "partition for CPU work; how long the work takes is not known"
+        return queue, min(CPU_SECONDS, limit), "partition for CPU work; the duration of the work is unknown"
     needs = {id(p): work.needs(p, cpu_cores(cluster, p)) for p in queues}
     texts = [
         f"{p.name}{'/' + p.qos if p.qos else ''}: {print_seconds(needs[id(p)])} of "
-        + (f"at most {print_seconds(p.max_time)}" if p.max_time else "a limit that is not known")
+        + (f"at most {print_seconds(p.max_time)}" if p.max_time else "an unknown limit")
         for p in queues
     ]
     fitting = [i for i, p in enumerate(queues) if needs[id(p)] <= (p.max_time or math.inf)]
@@ -60,7 +60,7 @@ def choose_cpu_queue(cluster: Cluster, slurm: SlurmLimits, work: CpuWork | None)
     reason = f"partition {texts[index]}" + (f" (not {before})" if before and fitting else "")
     if not fitting:
         tasks = math.ceil(work.tasks * needs[id(queue)] / (queue.max_time or CPU_SECONDS))
-        reason += f"; no partition holds it at once: use --array {tasks}, or submit again until it is done"
+        reason += f"; no partition is long enough: use --array {tasks}, or submit again until it is done"
     return queue, seconds, reason
 
 
@@ -101,5 +101,5 @@ def cpu_job(
         environment=environment or plain_environment(cluster, active_venv()),
         env=env or {},
         requeue=True,
-        about=("CPU work: no accelerators are asked for", reason),
+        about=("CPU work: no accelerators are requested", reason),
     )

@@ -155,7 +155,7 @@ def clear(story: Story) -> None:
             "demo.folder-of-other-run", f"{story.folder} holds the run {config.get('name')!r}, not a demo", hint=hint
         )
     if config is None and any(p.name != "data" for p in story.folder.iterdir()):
-        raise RunError("demo.folder-not-empty", f"{story.folder} holds other files", hint=hint)
+        raise RunError("demo.folder-not-empty", f"{story.folder} contains other files", hint=hint)
     shutil.rmtree(story.folder)
 
 

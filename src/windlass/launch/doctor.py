@@ -35,7 +35,7 @@ from windlass.units import print_bytes, print_seconds, print_share
 
 SLOW_SHARE = 0.85  # a device slower than this share of the median is named: the whole job waits for it
 SLOW_LINK_SHARE = 0.6  # the same for the all-reduce inside a node
-CLASS_SHARE = 0.6  # below this share of what its class has reached elsewhere a device is suspect
+CLASS_SHARE = 0.6  # a device is suspect below this share of the best rate measured on such devices
 MAX_SKEW_SECONDS = 1.0
 MIN_OPEN_FILES = 4096
 MIN_SHARED_BYTES = 2**30
@@ -55,8 +55,8 @@ HARMFUL = {
     "HSA_ENABLE_SDMA": (("0",), "copies use compute units"),
     "PYTHONPROFILEIMPORTTIME": (("1",), "every import is timed and printed"),
     "LD_PRELOAD": (None, "a preloaded library can break wheels (XALT does)"),
-    "SINGULARITY_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
-    "APPTAINER_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
+    "SINGULARITY_BIND": (None, "comes from the submitting shell, and breaks the job if the path is missing there"),
+    "APPTAINER_BIND": (None, "comes from the submitting shell, and breaks the job if the path is missing there"),
 }  # fmt: skip
 # What one worker measured (`doctor_worker.py`).
 RankRecord = Mapping[str, Any]
@@ -114,7 +114,7 @@ def limits(host: str) -> Iterator[DoctorCheck]:
         host,
         soft >= MIN_OPEN_FILES,
         f"{soft:,} (up to {hard:,})",
-        f"ulimit -n {min(hard, 65536)} in the job script: shards, workers and sockets need many",
+        f"run `ulimit -n {min(hard, 65536)}` in the job script: shards, workers and sockets need many files",
         {"soft": soft, "hard": hard},
     )
     if Path("/dev/shm").is_dir():
@@ -124,7 +124,7 @@ def limits(host: str) -> Iterator[DoctorCheck]:
             host,
             free >= MIN_SHARED_BYTES,
             f"{print_bytes(free)} free in /dev/shm",
-            "data-loader workers and NCCL use it; ask for a larger one",
+            "ask the site for a larger one: data-loader workers and NCCL use it",
             {"free_bytes": free},
         )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -134,7 +134,7 @@ def limits(host: str) -> Iterator[DoctorCheck]:
             host,
             "warn",
             print_bytes(locked),
-            "RDMA pins memory: ulimit -l unlimited",
+            "run `ulimit -l unlimited` in the job script: RDMA pins memory",
             {"bytes": locked},
         )
 
@@ -154,13 +154,13 @@ def environment(host: str, env: Mapping[str, str]) -> list[DoctorCheck]:
         (
             threads.isdigit() and int(threads) > cores,
             f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores",
-            f"OMP_NUM_THREADS={cores} or less",
+            f"set OMP_NUM_THREADS to {cores} or less",
             {},
         ),
         (
             bool(env.get("ROCR_VISIBLE_DEVICES") and env.get("HIP_VISIBLE_DEVICES")),
             "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice",
-            "keep one of them",
+            "unset one of them",
             {},
         ),
     ]
@@ -180,7 +180,7 @@ def network(host: str, env: Mapping[str, str]) -> Iterator[DoctorCheck]:
             host,
             "fail",
             f"{host} has no address: {error}",
-            "ranks meet by host name: ask the site, or set MASTER_ADDR to an address",
+            "ranks find each other by host name: ask the site, or set MASTER_ADDR to an IP address",
         )
     else:
         seconds = time.perf_counter() - started_at
@@ -378,7 +378,7 @@ def run_doctor_job(
         time.sleep(0.5)
     checks, log = examine(rank_records, ranks), folder / "logs" / f"{job_id}.out"
     if state.state != "COMPLETED" and log.is_file():
-        checks.append(DoctorCheck("job", "all", "fail", f"job {job_id} ended {state.state}", f"its log: {log}"))
+        checks.append(DoctorCheck("job", "all", "fail", f"job {job_id} ended {state.state}", f"see its log: {log}"))
     return checks
 
 
@@ -401,7 +401,7 @@ def examine(rank_records: Sequence[RankRecord], ranks: int, out: Path | None = N
             "all",
             "fail",
             f"{len(lost)} of {ranks} ranks left no record: {', '.join(map(str, lost[:8]))}{reason}",
-            "see their logs; is torch installed in this environment?",
+            "see their logs, and check that torch is installed in this environment",
         )
     if not rank_records:
         return [presence]
@@ -413,8 +413,8 @@ def examine(rank_records: Sequence[RankRecord], ranks: int, out: Path | None = N
         "clocks",
         "all",
         skew <= MAX_SKEW_SECONDS,
-        f"{print_seconds(skew)} apart over {len(clocks)} nodes",
-        "logs and energy windows of the nodes will not match",
+        f"{print_seconds(skew)} apart on {len(clocks)} nodes",
+        "ask the site to synchronise the clocks: logs and energy windows of the nodes will not match",
         {"skew_seconds": skew},
     )
     on_hosts = [DoctorCheck(**check) for record in rank_records for check in record.get("host_checks", ())]
@@ -433,7 +433,7 @@ def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck
                 "all",
                 "warn" if key == "driver" else "fail",
                 f"different: {'; '.join(parts)}",
-                "mixed machines train at the slowest one's pace, if at all",
+                "use nodes of one kind: the slowest determines the speed, if training works at all",
             )
         elif "None" not in groups:
             yield DoctorCheck(topic, "all", "ok", f"{next(iter(groups))} on all {len(rank_records)} ranks")
@@ -454,7 +454,7 @@ def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     share = (
         f", {print_share(median / best, digits=0)} of the {best:g} that such a device has reached"
         if best
-        else ", class unknown"
+        else ", best rate of this device unknown"
     )
     yield DoctorCheck(
         "matrix rate",

@@ -31,7 +31,7 @@ NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
 
 
 def folder_mark(folder: Path | str) -> str:
-    """Begins the comment of every job of this folder in the queue: a job whose id never reached us is recognised."""
+    """Prefix of the comment of every job of this folder. It identifies a job in the queue whose id was lost."""
     return f"windlass:{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:12]}"
 
 
@@ -102,7 +102,7 @@ class BatchJob:
     about: tuple[str, ...] = ()  # comment lines at the top: what was chosen and why
 
     def __post_init__(self) -> None:
-        """Values of the command line and of the environment are held to the rules of recipes and cluster files."""
+        """Check values from the command line and the environment by the rules for recipes and cluster files."""
         kinds = {"name": LINE, "run_dir": FOLDER, "workdir": FOLDER}
         kinds |= dict.fromkeys(("account", "partition", "qos"), SLURM_NAME)
         texts = [(key, kind, getattr(self, key)) for key, kind in kinds.items()]
@@ -119,7 +119,7 @@ class BatchJob:
                 raise LaunchError(
                     "launch.unsafe-value",
                     redact_text(f"{key}: {error} (got {text!r})"),
-                    hint="the value would be written into a job script: correct the option, variable or folder name",
+                    hint="correct the option, variable or folder name: the value would be written into a job script",
                 ) from None
 
     @property
@@ -194,7 +194,7 @@ def train_job(
 
 
 def fitting_wall_time(train_seconds: float, lead_seconds: float, limit_seconds: float) -> float:
-    """What one job asks for to train this long; the limit of the queue where that is less."""
+    """Wall time that one job requests to train this long, at most the limit of the queue."""
     needed = train_seconds * WALL_TIME_MARGIN + lead_seconds + STARTUP_SECONDS
     step = next(step for bound, step in WALL_TIME_STEPS if needed <= bound)
     return min(limit_seconds, math.ceil(needed / step) * step)
@@ -323,7 +323,8 @@ def choose_checkpoints_target(recipe: Recipe, cluster: Cluster, run_dir: Path | 
         raise LaunchError(
             "launch.unknown-storage",
             f"launch.checkpoints_on = {wish!r} is not a file system that all nodes of {cluster.title} share",
-            hint=f"its cluster file has {', '.join(shared) or 'none'}; a node's own disk is lost with the job",
+            hint=f"shared file systems in its cluster file: {', '.join(shared) or 'none'}; a node's own disk is lost "
+            "with the job",
         )
     mark = folder_mark(run_dir).removeprefix("windlass:")
     return f"{storage.path}/windlass/checkpoints/{PurePosixPath(run_dir).name}-{mark}"

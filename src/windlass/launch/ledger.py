@@ -67,7 +67,7 @@ def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False
             if strict:
                 raise
         lines = records(run)
-    # Whoever adopts a job and whoever submitted it may both record it.
+    # A job may be recorded twice: by the process that submitted it and by one that found it in the queue.
     by_job = {str(line["job"]): line for line in lines if line.get("record") == "submitted" and line.get("job")}
     submitted = list(by_job.values())
     starts = job_starts(lines)
@@ -127,7 +127,7 @@ def adopt_jobs(jobs_file: Path, executor: Executor) -> list[str]:
         if job not in {str(line.get("job")) for line in submitted}
     }
     for job, mark in unrecorded.items():
-        # A self-chain's next job, or a folder that was written anew: the newest request is the nearest.
+        # A self-chain's next job, or a folder that was written again: the newest request is the best match.
         request = requests.get(mark) or (submitted[-1] if submitted else {"kind": "train", "executor": executor.name})
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
         record = {"time": time.time(), **request, "record": "submitted", "job": job, "mark": mark, "adopted": True}
@@ -202,7 +202,7 @@ def _state_from_folder(run: Run, lines: Sequence[Mapping[str, Any]], job: str) -
 
 
 def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
-    """The run's meter counts over all restarts: a job's share is the rise from its beginning to the next one's."""
+    """The run's energy counter continues over restarts: a job's share is the increase until the next job starts."""
     if not starts:
         return {}
     readings = [
@@ -237,7 +237,7 @@ def committed_node_hours(ledger: Iterable[LedgerEntry], *, cluster: str, account
 
 
 def _most_node_hours(entry: LedgerEntry) -> float:
-    """Used, for a job that is over; else all that its wall-time limit allows, besides its runs before a requeue."""
+    """What a finished job used; otherwise all that its wall-time limit allows, plus its time before a requeue."""
     if entry.state.over:
         return entry.node_hours or 0.0
     seconds = (entry.limit_seconds or 0.0) - (0.0 if entry.state.waiting else entry.state.elapsed_seconds or 0.0)

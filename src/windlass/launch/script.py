@@ -17,7 +17,7 @@ LINK_GO, LINK_STOP, LINK_AGAIN = 0, 10, EXIT_RESUMABLE
 KILLED_BY_WARNING = 128 + signal.SIGUSR1
 # How long the other ranks may live once the first has ended: time to finish a save, but not to waste hours.
 RANK_GRACE_SECONDS = 120
-# Rounds of a local self-chain: the run folder ends it long before.
+# Maximum rounds of a local self-chain; the run is finished long before.
 LOCAL_SELF_CHAIN_LIMIT = 1000
 
 PREAMBLE = """\
@@ -170,7 +170,7 @@ def directives(job: BatchJob, cluster: Cluster) -> list[str]:
         "time": print_slurm_time(job.seconds),
         "chdir": job.workdir,
         "output": job.log_pattern,
-        "open-mode": "append",  # a requeued job would start its log anew, which loses the reason of the requeue
+        "open-mode": "append",  # a requeued job would overwrite its log, which loses the reason of the requeue
         "requeue" if job.requeue else "no-requeue": True,
         "signal": f"USR1@{int(job.lead_seconds)}" if job.kind == "train" else None,
         "array": f"0-{job.array - 1}" if job.array else None,

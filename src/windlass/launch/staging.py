@@ -93,7 +93,8 @@ def copy_folder(
     if total_bytes > free:
         raise LaunchError(
             "launch.staging-space",
-            f"{source} needs {print_bytes(total_bytes)} more in {target}, where {print_bytes(free)} are free",
+            f"copying {source} needs {print_bytes(total_bytes)} more in {target}, but only {print_bytes(free)} are "
+            "free",
             hint="free some space there, or set launch.stage_data = false",
         )
     if missing:
@@ -137,7 +138,7 @@ def link_checkpoints(
         raise LaunchError(
             "launch.checkpoints-elsewhere",
             f"the checkpoints of {run.path} are in {folder.resolve()}, not in {target}",
-            hint="move them by hand, or set launch.checkpoints_on as it was",
+            hint="move them by hand, or set launch.checkpoints_on to its old value",
         )
     result = FolderCopy(str(folder), str(target))
     if not folder.is_symlink():

@@ -97,7 +97,7 @@ def executors(run: Run) -> dict[str, Executor]:
 
 
 def dry_run_executor(prepared: PreparedLaunch) -> Executor | None:
-    """Whose jobs a dry run may ask for; None where there is no scheduler."""
+    """The scheduler that a dry run may ask about jobs; None if there is none."""
     if prepared.local:
         return LocalExecutor(prepared.run_dir)
     return SlurmScheduler() if slurm_available() else None
@@ -235,8 +235,8 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     reason = chosen.reason if recipe.layout is not None else f"{chosen.candidate.describe()} ({chosen.reason})"
     findings, better = [Finding("fit", "ok", reason)], better_batch(plans.task, chosen)
     if better is not None:
-        message = f"{plans.task.devices:,} devices divide a batch of {data.batch_tokens:,} tokens badly"
-        findings.append(Finding("batch", "warn", message, f"--adjust, or {better.describe()}", "windlass plan"))
+        message = f"a batch of {data.batch_tokens:,} tokens divides poorly over {plans.task.devices:,} devices"
+        findings.append(Finding("batch", "warn", message, f"use --adjust, or {better.describe()}", "windlass plan"))
     return Planned(
         layout=chosen.layout.config(),
         reason=reason,
@@ -253,8 +253,8 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
 
 
 def forecast_cost(job: BatchJob, cluster: Cluster, expected: Planned, share_left: float = 1.0) -> JobCost:
-    """At most: all jobs to their limit. Expected: the planner's run time, when there is one. `share_left`: of a run
-    that goes on, what it has still to train."""
+    """At most: all jobs to their limit. Expected: the planner's run time, when there is one. `share_left`: share of
+    the run that is still to be trained."""
     unlimited, seconds, rate = math.isinf(job.seconds), expected.run_seconds, cluster.billing.per_node_hour
     job_hours = 0.0 if unlimited else job.nodes * job.seconds / 3600
     expected_hours = None if seconds is None else job.nodes * seconds / 3600
@@ -323,13 +323,13 @@ def refuse_launch(
         raise LaunchError(
             "launch.run-active",
             f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
-            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
+            hint=f"`windlass jobs {run.name}` shows these jobs, `windlass cancel {run.name}` cancels them",
         )
     if (owner := holder(run.lock_file)) is not None:
         where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
         raise LaunchError(
             "launch.run-locked",
-            f"{run.path} is being written by another process ({where})",
+            f"another process is writing to {run.path} ({where})",
             hint="wait for it, or choose another folder with --run",
         )
     checks.refuse(prepared.findings, force=force)
@@ -396,7 +396,8 @@ def submission_values(job: BatchJob, cluster: Cluster, executor: str) -> dict[st
 
 
 def check_known(executor: Executor, job: str) -> None:
-    """SLURM takes a condition on a job it does not know as met: the run would start before its data exist."""
+    """Check that SLURM knows the job. It treats a dependency on an unknown job as satisfied, so the run would start
+    before its data exist."""
     if job not in executor.states([job]):
         raise LaunchError(
             "launch.unknown-dependency",
@@ -406,14 +407,14 @@ def check_known(executor: Executor, job: str) -> None:
 
 
 def cancel(run: Run, by_name: Mapping[str, Executor], only: str | None = None) -> list[str]:
-    """Cancel what waits or runs of this run, later jobs first so that none starts meanwhile."""
+    """Cancel the waiting and running jobs of this run, the last first, so that none starts in the meantime."""
     ledger = entries(run, by_name, strict=True)
     if only is not None and only not in {e.job for e in ledger}:
         jobs = ", ".join(e.job for e in ledger) or "none"
         raise LaunchError(
             "launch.job-not-in-run",
-            f"job {only} is not one of this run ({jobs})",
-            hint="`scancel` ends jobs of other runs",
+            f"job {only} does not belong to this run ({jobs})",
+            hint="use `scancel` to cancel jobs of other runs",
         )
     cancelled = []
     for entry in (e for e in reversed(ledger) if e.state.active and only in (None, e.job)):

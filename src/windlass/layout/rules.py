@@ -1,7 +1,8 @@
-"""Which layouts are valid. Every rule stands here once, with a stable code, the numbers and the nearest valid value.
+"""Which layouts are valid. Every rule is defined here once, with a stable code, the numbers and the nearest valid
+value.
 
 `violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does
-not propose: it does not know what they cost, or they never pay."""
+not propose: it does not know what they cost, or they are never faster."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ class Violation:
     nearest: str
 
     def __str__(self) -> str:
-        return f"{self.message}; nearest valid: {self.nearest}"
+        return f"{self.message}; nearest valid value: {self.nearest}"
 
 
 def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> list[Violation]:
@@ -36,7 +37,7 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
             (
                 engine == "deepspeed" and layout.is_hybrid,
                 "layout.hybrid-unsupported",
-                f"layout.shard {layout.shard} is not built for the deepspeed engine",
+                f"the deepspeed engine does not support layout.shard {layout.shard}",
                 "full, zero2 or train.engine native",
             ),
             (
@@ -50,7 +51,7 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
 
 
 def _broken(*rules: tuple[bool, str, str, str]) -> list[Violation]:
-    """Violations of the rules that are broken: each whether it is, code, message, nearest valid value."""
+    """One violation per broken rule. A rule is (is broken, code, message, nearest valid value)."""
     return [Violation(code, message, valid) for is_broken, code, message, valid in rules if is_broken]
 
 
@@ -60,7 +61,7 @@ def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = 
 
 
 def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
-    """Refuse degrees that do not divide the model, which no number of devices and no batch would change."""
+    """Raise an error for degrees that do not divide the model; no number of devices and no batch can fix these."""
     codes = (
         "layout.tensor-not-divisible",
         "layout.too-many-stages",
@@ -72,7 +73,7 @@ def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
 
 def _refuse(problems: list[Violation]) -> None:
     if len(problems) == 1:
-        raise ConfigError(problems[0].code, problems[0].message, hint=f"nearest valid: {problems[0].nearest}")
+        raise ConfigError(problems[0].code, problems[0].message, hint=f"nearest valid value: {problems[0].nearest}")
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise ConfigError(problems[0].code, f"the layout has {len(problems)} problems:{lines}")
@@ -88,12 +89,12 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
         if engine == "deepspeed":
             yield Violation(
                 "layout.axis-unsupported",
-                f"layout.{axis} ({degree}): the deepspeed engine divides data and states only",
+                f"layout.{axis} ({degree}): the deepspeed engine can only divide the data and the states",
                 "1, or train.engine native",
             )
         elif sizes is None:
             kind = "a Hugging Face model" if model.foreign else "one of the model's blocks"
-            yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not built for {kind}", "1")
+            yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not supported for {kind}", "1")
         elif axis == "expert" and not sizes:
             yield Violation("layout.no-experts", f"layout.expert ({degree}): the model has no experts to divide", "1")
         for name, value in sizes or ():
@@ -128,7 +129,7 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
 
 
 def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
-    """Division of the devices, and of the batch over them."""
+    """Problems with dividing the devices, and the batch over the devices."""
     group = layout.tensor * layout.pipeline * layout.context
     product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {group}"
     if group > size.devices:
@@ -143,7 +144,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
             f"{product} does not divide {size.devices} devices",
             nearest(group, divisors(size.devices)),
         )
-    if size.devices % group:  # without a whole number of replicas the batch rules would only repeat the trouble
+    if size.devices % group:  # without a whole number of replicas the batch rules would only repeat the problem
         return
     violation = batch_violation(layout.data, layout.micro_batch, size)
     if violation is not None:
@@ -152,7 +153,7 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
         batches = nearest_batches(layout, replace(size, sequences=sequences))
         if batches != [sequences]:
             unit = layout.data * layout.micro_batch * size.seq_len
-            filled = f", in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
+            filled = f", and in a pipeline of {layout.pipeline} at least {unit * layout.pipeline:,}"
             yield Violation(
                 "layout.batch-not-divisible",
                 f"data.batch_ramp: a batch of {sequences * size.seq_len:,} tokens is not a multiple of {unit:,} = "
@@ -191,13 +192,14 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
         inside = [d for d in divisors(layout.replicas) if layout.shard_size % d == 0 or d % layout.shard_size == 0]
         yield Violation(
             "layout.expert-crosses-shards",
-            f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a multiple",
+            f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a "
+            "multiple of it",
             nearest(layout.expert, inside),
         )
 
 
 def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | None:
-    """A global batch that the replicas and their micro-batches do not divide, with the nearest that they do."""
+    """The violation if the global batch does not divide over the replicas and their micro-batches; None if it does."""
     if size.sequences is None:
         return None
     valid = nearest_batches(Layout(data=data, micro_batch=micro_batch), size)
@@ -213,8 +215,8 @@ def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | N
 
 
 def nearest_batches(layout: Layout, size: JobSize) -> list[int]:
-    """The global batches that this layout divides next to the job's own, in sequences, the nearest first; only the
-    job's own where it is one of them.
+    """The valid global batches nearest to the job's own, in sequences, the nearest first. If the job's own is valid, it
+    is the only one.
 
     Every replica gets the same number of micro-batches, and a pipeline at least one per rank."""
     sequences, unit = size.sequences or 0, layout.data * layout.micro_batch
@@ -223,7 +225,7 @@ def nearest_batches(layout: Layout, size: JobSize) -> list[int]:
     below = sequences // step * step
     if below == sequences >= least:
         return [sequences]
-    # Two equally near: the larger, which loses no work per step.
+    # Of two equally near batches the larger comes first.
     return sorted({max(least, below), max(least, below + step)}, key=lambda valid: (abs(valid - sequences), -valid))
 
 
@@ -259,7 +261,7 @@ def not_ranked(
         (
             layout.shard != "none" and layout.replicas == 1,
             "layout.shard-without-replicas",
-            f"layout.shard ({layout.shard}) has one replica and nothing to divide over",
+            f"layout.shard ({layout.shard}) cannot divide anything: there is only one replica",
             "none",
         ),
         (
@@ -291,7 +293,7 @@ def not_ranked(
 
 
 def check_step(recipe: Recipe, model: ModelSpec) -> None:
-    """Refuse settings that a model's blocks do not have, before memory is taken."""
+    """Raise an error for settings that the model's blocks do not support, before any memory is allocated."""
     train = recipe.train
     if recipe.data.masks_documents and (model.foreign or not all(b.masks_documents for b in model.blocks)):
         key = "data.mask_documents" if recipe.data.mask_documents else 'data.pack = "documents"'
@@ -304,14 +306,14 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
         normed = [b for b in model.blocks if b.kind == "attention" and getattr(b, "qk_norm", "none") != "none"]
         if normed or not any(b.kind == "attention" for b in model.blocks):
             reason = (
-                "queries and keys are normed, which bounds them already"
+                "queries and keys are normalised, which already bounds them"
                 if normed
                 else "the model has no attention block with such weights"
             )
             raise ConfigError(
                 "model.no-qk-clip",
                 f"optim.qk_clip = {recipe.optim.qk_clip:g} scales the weights of queries and keys, but {reason}",
-                hint="leave optim.qk_clip out",
+                hint="remove optim.qk_clip",
             )
     if not model.foreign:
         return
@@ -326,6 +328,6 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
     if ignored:
         raise ConfigError(
             "model.setting-needs-own-blocks",
-            f"{', '.join(ignored)}: only for our own families, not for model.family = 'hf'",
-            hint="leave it out, or describe the network as family llama",
+            f"{', '.join(ignored)}: only windlass's own families support this, not model.family = 'hf'",
+            hint="remove it, or describe the model as family llama",
         )

@@ -208,7 +208,7 @@ def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
         raise ConfigError(
             "model.config-unreadable",
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
-            hint="a newer transformers may support it",
+            hint="try a newer version of transformers, which may support it",
         ) from None
     refuse_long(seq_len, getattr(hf_config, "max_position_embeddings", None))
     return hf_config

@@ -109,11 +109,11 @@ def budget(question: Budget, sizes: Sequence[float] = MODEL_SIZES, tokens: Seque
             for row in rows
         },
         **{
-            f"! marks sizes outside what was ever measured; {size_text(row.parameters)}: "
+            f"! marks sizes outside the measured range; {size_text(row.parameters)}: "
             f"{'; '.join(row.outside_measured)}": True
             for row in [row for row in rows if row.outside_measured][:1]
         },
-        "the PUE is unknown: energy is at the nodes, without facility overhead": b.cluster.grid.pue is None,
+        "the PUE is unknown: the energy is that of the nodes, without facility overhead": b.cluster.grid.pue is None,
         "the device's power is unknown, so a budget in kWh or euros cannot be checked": (
             (b.kwh is not None or b.euros is not None) and device.tdp_watts is None
         ),
@@ -143,7 +143,7 @@ def _check(b: Budget, sizes: Sequence[float]) -> None:
         if value is not None and value <= 0:
             raise ConfigError(
                 "planner.budget-not-positive",
-                f"a budget of {value:g} {name.replace('_', '-')} buys nothing",
+                f"the budget must be more than 0, not {value:g} {name.replace('_', '-')}",
                 hint="give a number above 0",
             )
     check_nodes(b.nodes, b.cluster)
@@ -155,7 +155,7 @@ def _check(b: Budget, sizes: Sequence[float]) -> None:
         )
     if not sizes or min(sizes) <= 0:
         raise ConfigError(
-            "planner.no-model-size", "--sizes has no model size above 0", hint='for example --sizes "1B,7B,30B"'
+            "planner.no-model-size", "--sizes has no model size above 0", hint='write for example --sizes "1B,7B,30B"'
         )
     if b.euros is not None and b.euro_per_node_hour is None and _kwh_price(b) is None:
         raise ConfigError(
@@ -167,7 +167,7 @@ def _check(b: Budget, sizes: Sequence[float]) -> None:
         raise PlanError(
             "planner.peak-unknown",
             f"the peak of {b.cluster.device} is unknown, so time cannot be predicted",
-            hint="give bf16_tflops in devices.toml",
+            hint="set bf16_tflops in devices.toml",
         )
 
 
@@ -219,8 +219,9 @@ def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Mo
     if not smallest <= size <= largest:
         raise ConfigError(
             "planner.size-out-of-range",
-            f"a shape is proposed for models of {size_text(smallest)} to {size_text(largest)} parameters, not of {size:,.0f}",
-            hint="for another size write a recipe with its layers and width",
+            f"the planner proposes shapes for {size_text(smallest)} to {size_text(largest)} parameters, not for "
+            f"{size:,.0f}",
+            hint="write a recipe with the layers and width of this size",
         )
     if size < 2e9:
         vocab = 32_000

@@ -101,7 +101,7 @@ class Calibration:
         lines = [
             f"{self.cluster}: {len(self.runs)} measured runs",
             f"step time, median error: before {self.before_pct:.1f} %, after {self.after_pct:.1f} %, "
-            f"each run from the others {left_out}",
+            f"each run predicted from the others {left_out}",
             f"peak memory, median error (not fitted): {memory_error}",
             "constants: " + ", ".join(f"{name} {value:.3f}" for name, value in constants.items() if value is not None),
         ]
@@ -242,7 +242,7 @@ def measured_run(run: Run, cluster: Cluster) -> MeasuredRun:
         raise RunError(
             "planner.run-without-layout",
             f"{run.name} has no layout in its config",
-            hint="runs started by windlass store the layout that they use",
+            hint="use a run that windlass started: it records its layout",
         )
     last_start = [Started(), *run.events(ProcessStart)][-1]
     devices = last_start.world_size or cluster.node.devices * recipe.nodes
@@ -257,7 +257,7 @@ def measured_run(run: Run, cluster: Cluster) -> MeasuredRun:
     if len(steps) < MIN_STEPS:
         raise RunError(
             "planner.run-too-short",
-            f"{run.name} has {len(steps)} steps after its warm-up, {MIN_STEPS} are needed",
+            f"{run.name} has {len(steps)} steps after its warm-up, but {MIN_STEPS} are needed",
             hint="let it run for a few more steps",
         )
     device = device_by_driver_name(last_start.device or "") or task.device

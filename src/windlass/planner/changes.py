@@ -48,9 +48,9 @@ class RecipeChange:
         return [f"{key}={value}" for key, value in self.values.items()]
 
     def describe(self) -> str:
-        """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in all), 30.0 of 93.1 GiB`"""
+        """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in total), 30.0 of 93.1 GiB`"""
         p = self.plan
-        gain = "" if self.gain is None else f" ({print_share(self.gain, digits=0, signed=True)} in all)"
+        gain = "" if self.gain is None else f" ({print_share(self.gain, digits=0, signed=True)} in total)"
         return (
             f"{' '.join(self.overrides)}: {p.candidate.describe()}, "
             f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device{gain}, "
@@ -245,18 +245,18 @@ def nothing_fits(plans: Plans, ways: list[RecipeChange] | None = None) -> PlanEr
         return PlanError(
             "planner.no-valid-layout",
             f"no layout of {task.recipe.name} on {task.nodes} nodes of {task.cluster.name} is valid",
-            hint='see --why "shard=full" for the rules that stand in the way',
+            hint='use --why "shard=full" to see which rules forbid it',
         )
     too_big = [r for r in plans.rejected if r.memory_gib is not None]
     closest = min(too_big, key=lambda r: r.memory_gib or 0.0, default=plans.rejected[0])
     ways = ways_to_fit(plans) if ways is None else ways
-    hint = "with each of these it fits:" + "".join(f"\n  {way.describe()}" for way in ways)
+    hint = "each of these changes makes it fit:" + "".join(f"\n  {way.describe()}" for way in ways)
     if not ways:
-        hint = "bf16 moments, offload, full recomputation, shorter sequences and more nodes do not help: "
+        hint = "bf16 moments, offload, full recomputation, shorter sequences and more nodes are not enough: "
         hint += "make the model smaller"
     return PlanError(
         "planner.nothing-fits",
-        f"{task.recipe.name} fits nowhere on {task.nodes} x {task.per_node} {task.device.name}: "
+        f"no layout of {task.recipe.name} fits on {task.nodes} x {task.per_node} {task.device.name}: "
         f"the closest layout ({closest.candidate.describe()}) {closest.reason}",
         hint=hint,
     )

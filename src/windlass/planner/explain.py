@@ -95,7 +95,7 @@ def parse_question(question: str) -> dict[str, object]:
             raise ConfigError(
                 "planner.why-unknown-key",
                 f"--why: unknown key {key!r} in {override!r}",
-                hint=f"keys: {', '.join(KEYS)}; {EXAMPLE}",
+                hint=f"use one of {', '.join(KEYS)}; {EXAMPLE}",
             )
         wanted[key] = value
     if not wanted:
@@ -104,7 +104,7 @@ def parse_question(question: str) -> dict[str, object]:
         raise ConfigError(
             "planner.why-unknown-recompute",
             f"--why: recompute={wanted['recompute']!r} is not a policy",
-            hint=f"one of: {', '.join(POLICIES)}",
+            hint=f"use one of {', '.join(POLICIES)}",
         )
     checked = validate(LayoutConfig, {k: v for k, v in wanted.items() if k != "recompute"}, "--why")
     return {key: value if key == "recompute" else getattr(checked, key) for key, value in wanted.items()}
@@ -116,7 +116,7 @@ def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
         return [*sentences, f"it is ranked first of {plans.fitting:,} layouts that fit: {best.reason}"]
     compared = compare_with_first(p, best, min(map(rank_days, plans.plans)))
     slower = f"it takes {p.days / best.days:.2f} times as long as the best ({best.candidate.describe()})"
-    sentences.append(slower if compared.slower > EQUAL else f"against the best: {compared.reason}")
+    sentences.append(slower if compared.slower > EQUAL else f"compared with the best: {compared.reason}")
     sentences += [
         f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the best"
         for name, own_seconds, best_seconds in term_differences(p, best)[:3]

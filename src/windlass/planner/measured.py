@@ -20,8 +20,8 @@ def mfu_beyond(mfu: float | None, device: Device, precision: str) -> list[str]:
     if mfu is None or limit is None or mfu <= limit["highest"]:
         return []
     return [
-        f"an MFU of {print_share(mfu)} is above the {print_share(limit['highest'])} that was ever measured on {device.generation} devices "
-        f"({limit['source']})"
+        f"an MFU of {print_share(mfu)} is above {print_share(limit['highest'])}, the highest ever measured on "
+        f"{device.generation} devices ({limit['source']})"
     ]
 
 
@@ -30,12 +30,12 @@ def tokens_beyond(tokens: float | None, parameters: float) -> list[str]:
     beyond = []
     if tokens is not None and tokens > total["highest"]:
         beyond.append(
-            f"{print_tokens(tokens)} tokens are more than the {print_tokens(total['highest'])} that any published run "
-            f"was trained on ({total['source']})"
+            f"{print_tokens(tokens)} tokens are more than {print_tokens(total['highest'])}, the most that any "
+            f"published run was trained on ({total['source']})"
         )
     if tokens is not None and tokens > each["highest"] * parameters:
         beyond.append(
-            f"{tokens / parameters:,.0f} tokens per parameter are more than the {each['highest']:,} of any published run "
-            f"({each['source']})"
+            f"{tokens / parameters:,.0f} tokens per parameter are more than {each['highest']:,}, the most of any "
+            f"published run ({each['source']})"
         )
     return beyond

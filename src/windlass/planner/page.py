@@ -180,7 +180,7 @@ def _memory(plans: Plans) -> list[Item]:
     too_big = [r for r in plans.rejected if r.from_recipe or r.memory_gib is not None]
     forbidden = [r for r in plans.rejected if not r.from_recipe and r.memory_gib is None]
     rows = [(_layout_text(r), r.reason) for r in (*too_big[:SHOWN], *forbidden)]
-    caption = "Nearest that do not fit, and layouts that a rule forbids."
+    caption = "The nearest layouts that do not fit, and layouts that a rule forbids."
     return [chart, *([DataTable(("rejected", "reason"), rows, caption=caption)] if rows else [])]
 
 
@@ -250,7 +250,8 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             log_x=True,
             log_y=True,
             marks=marks,
-            caption="A kind of sharding that does not fit leaves a gap. Sizes that do not divide the batch are omitted.",
+            caption="There is a gap where a kind of sharding does not fit. Numbers of nodes that do not divide the "
+            "batch are omitted.",
         ),
         Chart(
             title="MFU of the best layout",

@@ -65,9 +65,9 @@ class Plan:
     from_recipe: bool = False
     # Position in the ranking; 0 before it is ranked.
     rank: int = 0
-    # Time against the first: 0.02 takes 2 % longer, -0.02 takes 2 % less.
+    # Time relative to the first: 0.02 takes 2 % longer, -0.02 takes 2 % less.
     slower: float = 0.0
-    # Why it stands below the first: one of RANKED_BY, or "tight memory"; of the first: "".
+    # Why it ranks below the first: one of RANKED_BY, or "tight memory"; "" for the first.
     ranked_by: str = ""
     reason: str = ""
     # Sentences about figures of this layout above the highest that was ever published.
@@ -143,8 +143,8 @@ def plan(
     """Rank the valid layouts. The recipe's own layout, if it has one, is always among the plans or the rejected, and
     marked.
 
-    A recipe that names a recompute policy and no layout keeps its policy. Beside a layout of its own, alternatives
-    may use another policy; `Plan.recompute` says which."""
+    A recipe that names a recompute policy and no layout keeps its policy. If the recipe has a layout, alternatives may
+    use another policy; `Plan.recompute` says which."""
     keep = recipe.layout is None and "recompute" in recipe.train.model_fields_set
     return search(make_task(recipe, cluster, nodes, keep_recompute=keep, engine_profile=engine_profile), top=top)
 
@@ -364,7 +364,7 @@ def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
 
 
 def _below_reason(p: Plan, first: Plan) -> str:
-    """`3.0% slower: +0.51 s/step in matrix products`, or why it stands below the first although it is not slower."""
+    """`3.0% slower: +0.51 s/step in matrix products`, or why it ranks below the first although it is not slower."""
     if p.slower <= 0:
         speed = f"{print_share(-p.slower)} faster by the estimate" if p.slower < -EQUAL else "as fast"
         return f"{speed}, not preferred: {_drawback(p, first, p.ranked_by)}" if p.ranked_by else speed
@@ -407,7 +407,8 @@ def fill_layout(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None) -
     """The best layout under the recipe's own recompute policy, and the reason. Raises PlanError when none fits."""
     plans = search(make_task(recipe, cluster, nodes, keep_recompute=True))
     if not plans.plans:
-        best = search(make_task(recipe, cluster, nodes)).best  # raises, with the closest miss, when no policy helps
+        # Raises an error with the closest layout if no policy helps.
+        best = search(make_task(recipe, cluster, nodes)).best
         raise PlanError(
             "planner.recompute-does-not-fit",
             f"no layout fits with train.recompute = {recipe.train.recompute!r}",

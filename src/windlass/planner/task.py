@@ -105,21 +105,20 @@ def make_task(
         raise ConfigError(
             "planner.unknown-engine-profile",
             f"--engine-profile {engine_profile}: not an engine that the planner knows",
-            hint=f"one of: {', '.join(OTHER_ENGINES)}",
+            hint=f"use one of {', '.join(OTHER_ENGINES)}",
         )
     if recipe.train.steps is None and recipe.data.tokens == 0:
         raise ConfigError(
             "planner.no-tokens",
-            "data.tokens is 0: a run over no tokens takes no time and no energy",
-            hint="give the tokens to train on (450B)",
+            "data.tokens is 0, so there is nothing to plan",
+            hint='set data.tokens to the number of tokens to train on, such as "450B"',
         )
     per_node = cluster.node.devices
     if nodes > 1 and cluster.links.inter_gbs_per_node is None:
         raise ConfigError(
             "planner.network-unknown",
             f"{cluster.name}: links.inter_gbs_per_node is unknown, so {nodes} nodes cannot be planned",
-            hint=f"plan 1 node ({per_node} devices), or give the figure in "
-            f"~/.config/windlass/clusters/{cluster.name}.toml",
+            hint=f"plan 1 node ({per_node} devices), or set it in ~/.config/windlass/clusters/{cluster.name}.toml",
         )
     device, figures = load_device(cluster.device), recipe.energy
     grid = {"pue": figures.pue, "g_per_kwh": figures.grid_g_per_kwh, "market_g_per_kwh": figures.market_g_per_kwh}
@@ -139,8 +138,8 @@ def make_task(
     if task.model.experts > 1:
         raise ConfigError(
             "planner.experts-not-priced",
-            f"the model has {task.model.experts} experts per layer, whose memory and time the planner does not know",
-            hint="write a [layout] and measure it; the planner prices dense models only",
+            f"the model has {task.model.experts} experts per layer, whose memory and time the planner cannot predict",
+            hint="write a [layout] table and measure it: the planner predicts dense models only",
         )
     if recipe.layout is not None:
         check_degrees(task.model, complete_layout(recipe.layout, task.size), task.size)
@@ -181,16 +180,16 @@ def _warnings(task: PlanTask) -> list[str]:
     outside = "; ".join(text for text, differs in differences.items() if differs)
     warnings = [f"outside the validated range: {outside}. Measure before relying on it."] if outside else []
     if task.engine_profile is not None:
-        warnings.append(f"predicted for {task.engine_profile} {AS_IN_2024}, not for our engine")
+        warnings.append(f"predicted for {task.engine_profile} {AS_IN_2024}, not for windlass's own engine")
     slurm = cluster.slurm
     partition = recipe.launch.partition or (slurm.partition if slurm else None)
     most = [p.max_nodes for p in (slurm.partitions if slurm else []) if p.gpus and p.name == partition]
     if most and all(limit is not None and limit < task.nodes for limit in most):
         limit = max(limit for limit in most if limit)
-        warnings.append(f"{task.nodes} nodes are more than partition {partition} gives one job ({limit})")
+        warnings.append(f"{task.nodes} nodes are more than partition {partition} allows for one job ({limit})")
     batch, (small, large) = (task.size.sequences or 0) * task.seq_len, USUAL_BATCH_TOKENS
     if batch and total >= USUAL_BATCH_PARAMS and not small / 2 <= batch <= large * 2:
-        usual = f"{print_tokens(small)} to {print_tokens(large)} of recent large trainings"
+        usual = f"{print_tokens(small)} to {print_tokens(large)} of recent large training runs"
         warnings.append(f"a batch of {print_tokens(batch)} tokens is far outside the {usual}")
     steps = recipe.train.steps
     tokens = recipe.data.tokens if steps is None else steps * batch

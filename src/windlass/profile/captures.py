@@ -117,7 +117,7 @@ def submit_request(run: Run, request: TraceRequest) -> None:
     if not 1 <= request.steps <= MAX_STEPS:
         raise ProfileError(
             "profile.window-length-invalid",
-            f"a window of {request.steps} steps",
+            f"a window of {request.steps} steps is not possible",
             hint=f"choose 1 to {MAX_STEPS}; three are usually enough",
         )
     if holder(run.lock_file) is None:

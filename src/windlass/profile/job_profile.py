@@ -291,18 +291,18 @@ def _notes(trace: Trace, launches: Launches, steps: Steps, mode: Mode) -> list[s
     ahead = np.count_nonzero(lead_us > 0)
     notes = {
         "the trace marks no steps (no ProfilerStep#N): the whole window counts as one step": not steps.numbers,
-        f"{steps.dropped} step{plural} at the end left out: the window closed before all kernels were recorded": (
+        f"{steps.dropped} step{plural} at the end not counted: the window closed before all kernels were recorded": (
             steps.dropped
         ),
         "no device kernels in this trace: the tables show the host only": not trace.mask(Kind.KERNEL).any(),
-        f"{trace.incomplete:,} events without a duration or a time count as zero long": trace.incomplete,
-        f"{trace.not_finite:,} events whose time or duration is not a finite number are left out or count as zero long": (
+        f"{trace.incomplete:,} events without a duration or a time are counted with zero duration": trace.incomplete,
+        f"{trace.not_finite:,} events whose time or duration is not finite are left out or counted with zero duration": (
             trace.not_finite
         ),
-        f"{trace.negative:,} events with a negative duration count as zero long": trace.negative,
+        f"{trace.negative:,} events with a negative duration are counted with zero duration": trace.negative,
         f"{ahead:,} kernels and copies start before their launch, by up to {lead_us.max(initial=0.0):,.0f} us: the "
-        "device's clock is ahead of the host's, and what they waited for is unknown": ahead,
-        "mode tb counts the device's copies of the step marks as steps of their own, as the plugin did": (
+        "device's clock is ahead of the host's, so it is unknown what they waited for": ahead,
+        "mode tb counts the device's copies of the step marks as separate steps, as the plugin did": (
             mode is Mode.TB and trace.mask(Kind.GPU_STEP).any()
         ),
     }
@@ -390,7 +390,7 @@ def advise(ranks: list[RankProfile], spread: RankSpread | None) -> list[Advice]:
         (
             "backend",
             sum(bool(r.devices) and r.backend == "gloo" for r in ranks),
-            "{value} rank(s) with a device talk over gloo: NCCL (RCCL on AMD) is the fast backend",
+            "{value} rank(s) with a device communicate over gloo: use NCCL (RCCL on AMD), which is faster",
         ),
         (
             "straggler",
@@ -441,11 +441,11 @@ class TraceOrigin:
 
 
 def check_same_job(first: TraceOrigin, second: TraceOrigin) -> str | None:
-    """Refuses two traces that cannot be two ranks in one window of one job; a note when that is only doubtful."""
+    """Raise an error if two traces cannot be two ranks in one window of one job; return a note if that is doubtful."""
     names = f"{first.path} and {second.path}"
-    hint = "give one trace of each rank, all of one window of one job; `windlass compare` compares jobs"
+    hint = "give one trace per rank, all from one window of one job; `windlass compare` compares jobs"
     if first.rank is not None and first.rank == second.rank:
-        raise ProfileError("profile.rank-twice", f"{names} are both of rank {first.rank}", hint=hint)
+        raise ProfileError("profile.rank-twice", f"{names} are both from rank {first.rank}", hint=hint)
     differences = []
     if first.world_size and second.world_size and first.world_size != second.world_size:
         differences.append(f"jobs of {first.world_size} and {second.world_size} ranks")
@@ -458,10 +458,13 @@ def check_same_job(first: TraceOrigin, second: TraceOrigin) -> str | None:
     if apart_seconds > CLOCK_SECONDS:
         differences.append(f"windows that are {apart_seconds:,.0f} s apart")
     if differences:
-        message = f"{names} are not of one job and window: {', '.join(differences)}"
+        message = f"{names} do not belong to one job and window: {', '.join(differences)}"
         raise ProfileError("profile.traces-of-different-jobs", message, hint=hint)
     if apart_seconds > 1.0:
-        return f"{names} were recorded {apart_seconds:,.0f} s apart: unless clocks differ, they are not of one job"
+        return (
+            f"{names} were recorded {apart_seconds:,.0f} s apart: unless the clocks differ, they do not belong to "
+            "one job"
+        )
     return None
 
 

@@ -78,7 +78,7 @@ class TensorCoreUse:
 
 @dataclass(frozen=True)
 class OperatorTree:
-    """Operators and ranges of all host threads, nested by time; each node stands after its parent. Microseconds."""
+    """Operators and ranges of all host threads, nested by time; each node comes after its parent. Microseconds."""
 
     rows: Ints  # trace row of each node
     parent: Ints  # node index of the parent, or MISSING at the top
@@ -206,7 +206,7 @@ def _merge_repeats(trace: Trace, rows: Ints, parent: Ints, owner: Ints, mode: Mo
     repeat = (parent >= 0) & operator & operator[above] & (children[above] == 1)
     repeat &= trace.name[rows] == trace.name[rows[above]]
     target = np.arange(len(rows))
-    for i in np.flatnonzero(repeat):  # parents stand before children, so chains resolve in one pass
+    for i in np.flatnonzero(repeat):  # parents come before children, so chains resolve in one pass
         target[i] = target[parent[i]]
     new_index = np.append((np.cumsum(~repeat) - 1)[target], MISSING)  # the last entry serves MISSING (-1)
     if mode is Mode.TB and repeat.any():
@@ -262,7 +262,7 @@ def measure_tensor_cores(trace: Trace, tree: OperatorTree, mode: Mode) -> Tensor
     if not len(kernels):
         return TensorCoreUse(None, None, None)
     work = trace.end[kernels] - trace.start[kernels]
-    if mode is Mode.FIXED:  # communication does not compute
+    if mode is Mode.FIXED:  # communication is not computation
         work = work * ~trace.names_where(is_communication_kernel)[kernels]
     used = work * trace.names_where(tensor_core_test(mode))[kernels]
     by_operators = float(tree.self_kernel[tree.listed].sum())

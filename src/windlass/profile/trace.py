@@ -54,8 +54,8 @@ _UNSUPPORTED_ARCHIVES = {
 
 @dataclass
 class TraceFile:
-    """Iterate over it to get lists of events; afterwards `meta` holds the values that stand beside the event list, and
-    `notes` what was odd about the file.
+    """A trace file. Iterate over it to get lists of events; afterwards `meta` holds the values next to the event list,
+    and `notes` what was odd about the file.
 
     `progress` is called with the bytes of the file (compressed, if it is) that were read so far.
     """

@@ -89,7 +89,7 @@ def summary_table(job: JobProfile) -> DataTable:
     ]
     total_pct = sum(job.categories_us.values()) / job.step_us * 100 if job.step_us else 0
     return DataTable(
-        ("category", "us per step", "share", "us incl. hidden"),
+        ("category", "us per step", "share", "us incl. overlapped"),
         [("Average step", us(job.step_us), "100.00 %", ""), *categories],
         right=(1, 2, 3),
         caption=f"mean of {counted(job.steps, 'step')} and {counted(len(job.ranks), 'rank')}; mode {job.mode.value}; "
@@ -153,7 +153,7 @@ def ranks_table(job: JobProfile) -> DataTable:
         right=tuple(range(7)),
         strong=[i for i, r in enumerate(job.ranks) if spread and r.rank == spread.straggler],
         caption=f"steps {us(spread.step_us_min)} to {us(spread.step_us_max)} us; "
-        f"busiest: rank {spread.straggler}, {spread.excess_pct:+.1f} % against the median"
+        f"busiest: rank {spread.straggler}, {spread.excess_pct:+.1f} % compared with the median"
         if spread
         else "",
     )
@@ -356,7 +356,7 @@ def diff_table(first_column: str, rows: Sequence[RowChange], columns: dict[str, 
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> DataTable:
-    caption = "efficiency: work per device and second, against the first row"
+    caption = "efficiency: work per device and second, compared with the first row"
     if not all(r.work_per_device for r in rows):
         caption += "; the work per device is assumed to be equal (no run folder has it)"
 

@@ -1,4 +1,4 @@
-"""Everything a run folder says, as one value that terminal, browser and report show. Reads files only."""
+"""All figures of a run folder as one value, which terminal, browser and report show. Only reads files."""
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
 BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollback")
-# Of which a list of events has too many, or too long ones.
+# Events that are too many or too long for a list.
 HIDDEN_EVENTS = ("removed", "interval", "expert_loads", "layers")
 SILENT_SECONDS = 120.0
 # What a row of a list is made from: these columns; of a long file lines spread evenly and its tail, with more than the
@@ -201,7 +201,7 @@ def collect(
 
 
 def read_events(run: Run) -> list[Event]:
-    """A run's files may have been written by anybody: every text is made fit to be shown."""
+    """A run's files may come from anybody, so control characters are removed from every text."""
     return [parse_event(clean(line, lines=False)) for line in read_json_lines(run.events_file)]
 
 
@@ -241,8 +241,8 @@ def find_runs(folder: Path | str) -> list[Run]:
 
 
 def folders_with(root: Path, name: str, levels: int) -> list[Path]:
-    """Folders at or below another, so many levels deep, that hold a file. A link out of it is not followed, and a
-    hidden folder (one that `windlass import` is writing) not searched."""
+    """Folders that contain a given file, at or up to `levels` below a folder. Links that lead out of it are not
+    followed, and hidden folders (such as one that `windlass import` is writing) are not searched."""
     folders = {p.parent for level in range(levels + 1) for p in root.glob("[!.]*/" * level + name)}
     return [p for p in sorted(folders) if p.resolve().is_relative_to(root.resolve())]
 
@@ -296,11 +296,11 @@ def _plan_rows(
     device: object,
     status: str,
 ) -> list[tuple[str, float | None, float | None]]:
-    # A run logs the allocator's peak on a GPU and the whole process on a CPU: like is compared with like.
+    # A run logs the allocator's peak on a GPU and the whole process on a CPU: only the same kind is compared.
     memory = ("peak memory allocated on a device, bytes", "memory_allocated_gib")
     if device == "cpu":
         memory = ("memory of a process, bytes", "memory_gib")
-    # The energy of a part, of the run or of its nodes, is not comparable with that of the whole run.
+    # Energy of a part of the run, or of some of its nodes, cannot be compared with that of the whole run.
     ledger = energy.ledger
     all_nodes = ledger.nodes_measured >= (ledger.nodes_expected or 1)
     is_complete = energy.basis == "measured" and status == "finished" and all_nodes
@@ -327,7 +327,7 @@ def _checkpoints(run: Run, events: Sequence[Event]) -> list[dict[str, Any]]:
             saves[event.step]["state"] = f"removed ({event.reason or 'superseded'})"
     digits = [folder.name.removeprefix("step-") for folder in run.checkpoints.glob("step-*")]
     for step in (int(d) for d in digits if d.isdigit()):
-        saves.setdefault(step, {"step": step, "state": "on disk, not in events.jsonl"})
+        saves.setdefault(step, {"step": step, "state": "on disk, but not in events.jsonl"})
     return [saves[step] for step in sorted(saves)]
 
 

@@ -112,7 +112,7 @@ def _incidents(s: RunSummary) -> tuple[str, str, str]:
     return (
         "incidents",
         f"{counted(h.faults, 'fault')}, goodput {figure(s, 'goodput')}",
-        f"{figure(s, 'lost steps')} steps ({print_seconds(lost)}) done again, {waits}; "
+        f"{figure(s, 'lost steps')} steps ({print_seconds(lost)}) repeated, {waits}; "
         f"{figure(s, 'wall time')} from start to end",
     )
 

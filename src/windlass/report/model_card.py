@@ -49,7 +49,7 @@ ASKED: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ("2.3 The most relevant domain names (top 10 % by size; small providers 5 % or 1,000)", ("domains",)),
     ),
     "user": (("2.4 Services and products the data came from", ("service", "services")),),
-    "synthetic": (("2.5 Models that made the data", ("generator", "model")),),
+    "synthetic": (("2.5 Models that generated the data", ("generator", "model")),),
 }
 TOKEN_RANGES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
 # 2024-06-30, 2024-06, 2024, and 06/2024 as the template writes it.
@@ -228,7 +228,7 @@ def content_summary(summary: RunSummary) -> Section:
         ("1.1 Authorised representative in the Union, where there is one", ASK),
         ("1.2 Model and its version", summary.name),
         ("1.2 Models it depends on",
-         f"begins from the weights of {base}" if base else "trained from random weights"),
+         f"starts from the weights of {base}" if base else "trained from random weights"),
         ("1.2 Date of placing on the Union market", ASK),
         ("1.3 Modality", "text"),
         ("1.3 Size of the training data", size),

@@ -160,7 +160,7 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     validation = [points("validation", [x for x, _ in passes], [y for _, y in passes])] if passes else []
     places = [(step_of(e, columns), MARKS[e.event]) for e in s.events if e.event in MARKS]
     marks = _spaced_marks([(at, label) for at, label in places if at is not None], float(np.ptp(steps)))
-    is_last = ~superseded(steps)  # of steps that were repeated, the last
+    is_last = ~superseded(steps)  # the last repetition of repeated steps
     charts = [
         Chart(
             title=title,
@@ -221,7 +221,7 @@ def _spaced_marks(places: Sequence[tuple[float, str]], span: float) -> list[Mark
 
 
 def progress(s: RunSummary, columns: Columns) -> list[Item]:
-    """Steps over time, where there are any: an interruption is a gap, a resume a step back."""
+    """Chart of steps over time: an interruption is a gap, and at a resume the step goes back."""
     times, began = columns.get("time"), s.started_at
     if len(times) < 2 or began is None:
         return []
@@ -229,7 +229,7 @@ def progress(s: RunSummary, columns: Columns) -> list[Item]:
     unit, name = (60.0, "minutes") if span < 7200 else (3600.0, "hours")
     xs, ys = thin((times - began) / unit, columns.get("step"))
     steps = np.array(ys, dtype=np.float64)
-    backwards = np.nonzero(np.diff(steps) < 0)[0] + 1  # lift the pen where the step goes back
+    backwards = np.nonzero(np.diff(steps) < 0)[0] + 1  # interrupt the line where the step goes back
     pen_x, pen_y = np.insert(xs, backwards, np.array(xs)[backwards]), np.insert(steps, backwards, np.nan)
     marks = [((e.time - began) / unit, MARKS[e.event]) for e in s.events if e.event in MARKS and e.time is not None]
     return [
@@ -240,7 +240,7 @@ def progress(s: RunSummary, columns: Columns) -> list[Item]:
             y_title="step",
             marks=_spaced_marks(marks, span / unit),
             height=320,
-            caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
+            caption="A gap is time without a step. Where the curve goes back, work was lost to a fault and repeated.",
         )
     ]
 
@@ -356,7 +356,8 @@ def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
 
 
 def stability_sections(s: RunSummary) -> list[Section]:
-    """What train.instruments measured: each quantity's highest layer and median over the steps, and the last look."""
+    """What train.instruments measured: the highest layer and the median of each quantity over the steps, and the last
+    measurement."""
     looks = [e for e in s.events if isinstance(e, LayersMeasured) and e.step is not None]
     if not looks:
         return []
@@ -432,9 +433,9 @@ def conventions() -> Section:
 
 
 def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
-    """The sums of several runs; a sum of which one part is unknown is unknown.
+    """The sums of several runs; a sum is unknown if one part of it is unknown.
 
-    A folder and its copy are one run, known by name and start: of two, the one that went on longer counts.
+    A folder and its copy are one run, known by name and start: of two, the one with more steps counts.
     """
     unique: dict[object, RunSummary] = {}
     for index, s in enumerate(summaries):

@@ -61,7 +61,8 @@ def sync_once(run: Run, *, dry_run: bool = False, send: Sender | None = None) ->
                     _send(part, send or _run)
                     append_line(record, {"part": part.name, "bytes": size, "time": time.time()})
                 state = "would be sent" if dry_run else "sent"
-                if part.name in sent:  # a job was silent for long and went on: rather some lines twice than missing
+                # A job was silent for long and then continued: repeated lines are better than missing lines.
+                if part.name in sent:
                     state += " again, because it has grown: the curves may show its first lines twice"
             done.append({"part": part.name, "bytes": None if part == open_part else size, "state": state})
     return done
@@ -137,7 +138,7 @@ def sync_watch(
             except (LaunchError, RunError) as error:
                 if error.code == "report.wandb-missing" and send is None:
                     raise  # waiting does not help
-                say(f"{error.message}; tried again at the next check")
+                say(f"{error.message}; the next check tries again")
                 is_due = True
         if not is_due and not trigger.exists() and any(isinstance(e, (Finished, GaveUp)) for e in run.events()):
             return

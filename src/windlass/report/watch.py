@@ -100,7 +100,11 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
     """Every part is lines of at most `width`; in a low window the last parts are left out, never the first."""
     width = max(40, min(width, 120))
     status, quiet = state(s, now), silence(s, now)
-    silent = f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)" if quiet else ""
+    silent = (
+        f"no new line for {print_seconds(quiet)}: `windlass jobs` shows whether the job is in the queue"
+        if quiet
+        else ""
+    )
     warnings = [text for text in (silent, f"the folder is incomplete: {s.problem}" if s.problem else "") if text]
     bar = Text("")
     if s.target_tokens and s.tokens is not None:

@@ -58,7 +58,7 @@ def read_fields(cls: type[Any], line: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _converters(cls: type[Any]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Asked once per class: a list of runs reads thousands of events."""
+    """Cached per class, because a list of runs reads thousands of events."""
     return [(f.name, _CONVERTERS.get(f.type, lambda value: value)) for f in fields(cls) if f.name != "extra"]
 
 
@@ -86,7 +86,7 @@ class Event:
         return {"time": self.time, "event": self.event, **{name: getattr(self, name) for name in names}, **self.extra}
 
     def describe(self) -> str:
-        """One sentence; what is not known is printed as "unknown"."""
+        """One sentence; a missing value is printed as "unknown"."""
         texts = {}
         for name in field_names(type(self)):
             value, printer = getattr(self, name), _PRINTERS.get(name.rpartition("_")[2])
@@ -119,7 +119,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStart(Event):
-    """A process group began: the fields that `started` and `resumed` share."""
+    """A process group started: the fields that `started` and `resumed` share."""
 
     world_size: int | None = None
     nodes: int | None = None
@@ -158,8 +158,8 @@ class Resumed(
 class Compiled(
     Event,
     event="compiled",
-    meaning="the first step is done; seconds since the process began",
-    sentence="first step done, {seconds} after the processes began",
+    meaning="the first step is done; seconds since the process started",
+    sentence="first step done, {seconds} after the processes started",
 ):
     seconds: float | None = None
 
@@ -217,7 +217,8 @@ class CheckpointsLost(
     StepEvent,
     event="checkpoints_lost",
     meaning="saved checkpoints are missing from the disk; training continues from to_step (0: from scratch)",
-    sentence="lost {checkpoint} (step {step}): continuing from step {to_step}, {lost_steps} and {lost_tokens} tokens less",
+    sentence="{checkpoint} (step {step}) is missing: continuing from step {to_step}, {lost_steps} and {lost_tokens} "
+    "tokens are lost",
 ):
     to_step: int | None = None
     lost_steps: int | None = None
@@ -245,7 +246,8 @@ class Evaluated(
 class LayersMeasured(
     StepEvent,
     event="layers",
-    meaning="what train.instruments measured, by layer; the last number of each list is that of embedding, last norm and head",
+    meaning="measurements of train.instruments by layer; the last number of each list is for embedding, last norm "
+    "and head",
 ):
     # Before clipping.
     gradient_norm: list[float | None] = field(default_factory=list)
@@ -256,8 +258,9 @@ class LayersMeasured(
     max_logit: list[float | None] = field(default_factory=list)
 
     def largest(self, name: str) -> tuple[int, float, float | None] | None:
-        """Layer, value and ratio to the median of all layers, where the list `name` is highest; None without one. Of
-        `activation_rms`, which adds up from layer to layer: where it grows most, and by which factor."""
+        """Layer, value and ratio to the median of all layers, where the list `name` is highest; None for an empty
+        list. For `activation_rms`, which accumulates from layer to layer: the layer where it grows most, and the
+        factor."""
         values = [(i, v) for i, v in enumerate(getattr(self, name)[:-1]) if v is not None]
         if not values:
             return None
@@ -271,7 +274,7 @@ class LayersMeasured(
         return layer, value, value / median if median > 0 else None
 
     def describe(self) -> str:
-        """The quantity in which one layer stands out most comes first; the largest logit needs no comparison."""
+        """The quantity with the largest outlier layer comes first; the largest logit comes last."""
         names = ("gradient_norm", "weight_norm", "update_norm", "activation_rms")
         entries = [(name, entry) for name in names if (entry := self.largest(name)) is not None]
         parts = [
@@ -299,8 +302,8 @@ class StepSkipped(
 class RolledBack(
     StepEvent,
     event="rollback",
-    meaning="training went back to an earlier checkpoint; sequences is the range of data (from, to) that is left out",
-    sentence="went back from step {step} to {to_step}, skipping {skipped_tokens} tokens of data",
+    meaning="training returned to an earlier checkpoint; sequences is the range of data (from, to) that is skipped",
+    sentence="rolled back from step {step} to {to_step}, skipping {skipped_tokens} tokens of data",
 ):
     to_step: int | None = None
     skipped_tokens: int | None = None
@@ -324,7 +327,7 @@ class Stopped(
     StepEvent,
     event="stopped",
     meaning="the run ended early after a save and can be resumed",
-    sentence="stopped at step {step} to be resumed: {reason}",
+    sentence="stopped at step {step}, can be resumed: {reason}",
 ):
     tokens: int | None = None
     reason: str | None = None
@@ -360,8 +363,8 @@ class Restarted(
 class Hang(
     Event,
     event="hang",
-    meaning="the watchdog named a rank that makes no progress",
-    sentence="rank {rank} hung for {seconds}: {where}",
+    meaning="the watchdog found a rank that makes no progress",
+    sentence="rank {rank} made no progress for {seconds}: {where}",
 ):
     rank: int | None = None
     seconds: float | None = None
@@ -373,12 +376,13 @@ class Hang(
 class ExpertLoads(
     StepEvent,
     event="expert_loads",
-    meaning="tokens of each expert in the step's batch, by layer, in percent of the layer's mean; sampled",
+    meaning="tokens of each expert in the step's batch, by layer, in percent of the layer's mean; recorded for some "
+    "steps only",
 ):
     percent: Any = None
 
     def rows(self) -> dict[str, list[float]]:
-        """Layer -> load of each expert; only what can be right, all of one length."""
+        """Layer -> load of each expert; only plausible rows, all of the same length."""
         layers = self.percent.items() if isinstance(self.percent, dict) else ()
         rows = {
             str(layer): loads
@@ -391,11 +395,11 @@ class ExpertLoads(
     def describe(self) -> str:
         peaks = [(max(loads), loads.index(max(loads)), layer) for layer, loads in self.rows().items()]
         if not peaks:
-            return "loads of experts: unknown"
+            return "expert loads: unknown"
         unused = sum(load == 0 for loads in self.rows().values() for load in loads)
         load, expert, layer = max(peaks)
         return (
-            f"loads of experts at step {self.step}: up to {load / 100:.2f} x the mean (expert {expert} of layer {layer}), "
+            f"expert loads at step {self.step}: up to {load / 100:.2f} x the mean (expert {expert} of layer {layer}), "
             f"{unused} unused"
         )
 
@@ -458,7 +462,7 @@ class RecipeChanged(
 class DataChanged(
     Event,
     event="data_changed",
-    meaning="the token store was moved (no differences), or its content differs and --new-data accepted that",
+    meaning="the token store was moved (no differences), or --new-data accepted that its content has changed",
 ):
     store: str | None = None
     old_store: str | None = None
@@ -468,7 +472,8 @@ class DataChanged(
         if not self.differences:
             return f"token store moved: {self.old_store or 'unknown'} -> {self.store or 'synthetic tokens'}"
         return (
-            f"other data accepted by --new-data ({self.store or 'synthetic tokens'}): {'; '.join(self.differences[:3])}"
+            f"changed data accepted by --new-data ({self.store or 'synthetic tokens'}): "
+            f"{'; '.join(self.differences[:3])}"
         )
 
 
@@ -476,7 +481,7 @@ class DataChanged(
 class WeightsImported(
     Event,
     event="imported",
-    meaning="the run was made from the weights of another tool",
+    meaning="the run was created from the weights of another tool",
     sentence="imported from {origin} as {dtype}",
 ):
     origin: str | None = None

@@ -29,7 +29,7 @@ INCURABLE = {
     errors.DataError.exit_code: "the data has an error",
     errors.CheckpointError.exit_code: "the checkpoint has an error",
     errors.TrainError.exit_code: "training stopped for a reason that a restart cannot fix",
-    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
+    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and would again with the same layout",
     errors.EXIT_DIVERGED: "training diverged",
 }
 

@@ -276,11 +276,11 @@ def _replaced_config(run: Run, recipe: Recipe) -> Event:
     if manifest.get("recipe_hash") != (written := recipe_hash(recipe)):
         raise RunError(
             "runs.config-damaged",
-            f"{run.config_file} is damaged, and this recipe (hash {written}) is not that of the run's manifest "
+            f"{run.config_file} is damaged, and this recipe (hash {written}) is not the one in the run's manifest "
             f"(hash {manifest.get('recipe_hash')}): name, seed, model or data differ",
             hint=f"start from {run.recipe_file} with the overrides of the first start",
         )
-    return RecipeChanged(changes={"config.json": ("damaged", f"written anew from a recipe of hash {written}")})
+    return RecipeChanged(changes={"config.json": ("damaged", f"written again from a recipe with hash {written}")})
 
 
 # Keys and tables that may change between two starts. The second line changes no result. The last three say where the
@@ -307,8 +307,8 @@ def accepted_changes(run: Run, old: Recipe, new: Recipe) -> list[Event]:
         diff = "".join(f"\n  {key}: {a!r} -> {b!r}" for key, (a, b) in refused.items())
         raise RunError(
             "runs.recipe-changed",
-            f"{run.path} was started with another recipe; {len(refused)} changed:{diff}",
-            hint=f"change them back, or train a new run from these weights on purpose: `windlass train RECIPE "
+            f"{run.path} was started with another recipe; {len(refused)} key{'s' * (len(refused) > 1)} changed:{diff}",
+            hint=f"change them back, or start a new run from these weights: `windlass train RECIPE "
             f"--run NEW_FOLDER save.load={run.path}`; train.steps, data.tokens, train.log_every, train.eval_every, "
             "train.watchdog_seconds, [layout], [save], [trackers], [launch], [profile], [energy], [project] and notes may change",
         )

@@ -80,6 +80,6 @@ def _busy(path: Path) -> RunError:
     who = f"host {record.get('host', 'unknown')}, pid {record.get('pid', 'unknown')}{job}"
     return RunError(
         "runs.locked",
-        f"{path.parent} is being written by another process ({who})",
+        f"another process is writing to {path.parent} ({who})",
         hint="wait for it, stop it, or choose another folder with --run",
     )

@@ -67,7 +67,7 @@ def read_start(run: Run, name: str) -> Start | None:
         counts = (start.layout.data, start.layout.accumulation, start.devices_per_node, start.step.seq_len)
         if min(counts) > 0 and start.layout.devices == start.devices:
             return start
-        reason = f"its layout of {start.layout.devices:,} devices is not one for {start.devices:,}"
+        reason = f"its layout is for {start.layout.devices:,} devices, not for {start.devices:,}"
     raise RunError(
         "runs.start-damaged",
         f"{path} is damaged: {reason}",

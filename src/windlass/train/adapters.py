@@ -19,7 +19,7 @@ def add_adapters(module: DecoderModel, lora: LoraConfig) -> str:
         raise ConfigError(
             "tune.lora-target-unknown",
             f"tune.lora.targets names {', '.join(unknown)}, which the model's layers do not have",
-            hint=f"they have {', '.join(kinds)}",
+            hint=f"use one of {', '.join(kinds)}",
         )
     is_divided = any(isinstance(part.weight, DTensor) for part in products)
     if lora.dropout and is_divided:

@@ -108,9 +108,7 @@ class Checkpointing:
         """Too many skipped steps: fail, or go back once to an earlier checkpoint and leave the range of data out."""
         training, progress = self.training, self.training.progress
         if not training.recipe.train.rollback or self.rolled_back:
-            hint = (
-                "look at the data of these steps and at the learning rate; train.rollback = true skips the range once"
-            )
+            hint = "check the data of these steps and the learning rate; train.rollback = true skips this range once"
             raise DivergedError("train.diverged", reason, hint=hint)
         self.saver.finish()
         latest = find_latest(
@@ -119,7 +117,11 @@ class Checkpointing:
             before=progress.step - self.recorder.skipped_in_a_row + 1,
         )
         if latest is None:
-            raise DivergedError("train.diverged", reason, hint="there is no earlier checkpoint to go back to")
+            raise DivergedError(
+                "train.diverged",
+                reason,
+                hint="check the data of these steps and the learning rate: there is no earlier checkpoint to return to",
+            )
         from_step, position = progress.step, progress.sequences
         self._restore(latest)
         left_out = [progress.sequences, position]
@@ -140,7 +142,7 @@ class Checkpointing:
                 )
             )
         training.say(
-            f"went back from step {from_step} to {progress.step}, skipping {skipped_tokens:,} tokens: {reason}"
+            f"rolled back from step {from_step} to {progress.step}, skipping {skipped_tokens:,} tokens: {reason}"
         )
 
     def validated(self, validation: Validation) -> None:

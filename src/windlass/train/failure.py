@@ -33,7 +33,7 @@ def explain(error: BaseException, run: Run) -> BaseException:
         requested = "torch does not report the requested size"
         if match := re.search(r"tried to allocate ([\d.]+) (\w+)", text, re.IGNORECASE):
             size = print_bytes(int(match[1])) if match[2] == "bytes" else f"{match[1]} {match[2]}"
-            requested = f"{size} more were requested"
+            requested = f"it requested {size} more"
         if torch.cuda.is_available():
             peak, total = print_bytes(torch.cuda.max_memory_allocated()), print_bytes(torch.cuda.mem_get_info()[1])
             used = f"{peak} of the device's {total} were in use at the peak"
@@ -43,8 +43,8 @@ def explain(error: BaseException, run: Run) -> BaseException:
         return OutOfMemoryError(
             "train.out-of-memory",
             f"a device ran out of memory: {requested}; {used}",
-            hint="a smaller layout.micro_batch, train.recompute = full, more sharding, or `windlass plan` for layouts "
-            "that fit",
+            hint='use a smaller layout.micro_batch, train.recompute = "full" or more sharding; `windlass plan` lists '
+            "layouts that fit",
         )
     if not isinstance(error, WindlassError) and kind_of(error) == "lost":
         first = text.splitlines()[0] if text else type(error).__name__

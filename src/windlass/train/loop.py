@@ -168,8 +168,10 @@ def build(
     if metric.startswith("val_loss/") and (name := metric.removeprefix("val_loss/")) not in held_out:
         raise ConfigError(
             "train.metric-source-missing",
-            f"save.metric = {metric!r}, but nothing of {name!r} is held out",
-            hint=f"held out: {', '.join(held_out)}" if held_out else "the store has no validation split",
+            f"save.metric = {metric!r}, but source {name!r} has no held-out documents",
+            hint=f"sources with held-out documents: {', '.join(held_out)}"
+            if held_out
+            else "the store has no validation split",
         )
     meter = None
     if place.local_rank == 0 and recipe.energy.enabled:
@@ -198,7 +200,7 @@ def build(
 
 
 def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> str | None:
-    """None when the last step is done; otherwise why all ranks agreed to stop."""
+    """Train to the last step and return None, or return the reason why all ranks agreed to stop."""
     recipe, plan, progress, stop = training.recipe, training.plan, training.progress, checkpoints.stop
     recorder, first_step, first_done_at = checkpoints.recorder, progress.step, 0.0
     batches = open_batches(training)
@@ -261,14 +263,14 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
     started_at, joules_before = time.monotonic(), training.energy()["joules"]
 
     def stopping() -> str | None:
-        """A long pass shows signs of life between batches, and notices requests to stop."""
+        """Called between batches of a long pass: writes a heartbeat and returns the reason of a requested stop."""
         each(hooks, "on_wait", training, "validation")
         return checkpoints.stop.agreed_to_stop()
 
     validation = training.validator.run(stopping)
     seconds, joules = time.monotonic() - started_at, training.energy()["joules"]
     checkpoints.recorder.leave_out(seconds, None if joules_before is None or joules is None else joules - joules_before)
-    if validation is None:  # asked to stop on the way: the save comes first
+    if validation is None:  # a stop was requested during validation: save first
         return
     checkpoints.validated(validation)
     if training.world.is_main:
@@ -316,7 +318,7 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
 
 
 def measures_layers(training: Training) -> bool:
-    """Whether the next step looks at every layer (train.instruments)."""
+    """Whether the next step measures every layer (train.instruments)."""
     every = training.recipe.train.instruments
     return bool(every) and (training.step + 1) % every == 0
 
@@ -324,8 +326,8 @@ def measures_layers(training: Training) -> bool:
 def trial_step(training: Training) -> str:
     """One forward and backward pass over token 0, so that running out of memory costs seconds, not hours.
 
-    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the
-    log gives the memory it needed beside the planner's prediction."""
+    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The log line gives
+    the memory it needed and the planner's prediction."""
     device, plan, layout = training.world.device, training.plan, training.start.layout
     tokens = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
     batch: Batch = TokenBatch(tokens, torch.zeros_like(tokens) if training.start.step.mask_documents else None)
@@ -343,8 +345,8 @@ def trial_step(training: Training) -> str:
             "train.out-of-memory",
             f"a trial step of micro_batch {layout.micro_batch} x {plan.seq_len:,} tokens does not fit in "
             f"{print_bytes(torch.cuda.mem_get_info(device)[1])}; the planner predicts {print_bytes(predicted)}",
-            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, "
-            "more sharding",
+            hint="use a smaller layout.micro_batch, train.recompute or more sharding; `windlass plan` lists layouts "
+            "that fit",
         ) from error
     training.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device)
@@ -355,7 +357,7 @@ def trial_step(training: Training) -> str:
 def announce(
     training: Training, checkpoints: Checkpointing, restored: SavedCheckpoint | None, load_seconds: float
 ) -> None:
-    """Write the manifest and the first event, and say every automatic choice with its reason."""
+    """Write the manifest and the first event, and print every automatic choice with its reason."""
     world, recipe, plan, run_folder = training.world, training.recipe, training.plan, training.run
     if training.meter is not None:
         training.meter.start(checkpoints.carried_joules if world.place.node_rank == 0 else None)
@@ -413,7 +415,11 @@ def announce(
     notes.append(training.stream.packing_line())
     save, held_out = recipe.save, training.validator is not None
     if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
-        reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"
+        reason = (
+            "train.eval_every = 0, so only the last step is validated"
+            if held_out
+            else "the token store has no validation split"
+        )
         notes.append(f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {reason}")
     notes += [
         *training.parts.notes,

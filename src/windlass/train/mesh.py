@@ -104,8 +104,8 @@ def open_world(layout: Layout, place: Place, device: str, timeout_seconds: float
             "train.start-does-not-match",
             f"this start was made for {layout.devices} x {device}, but rank {place.rank} of {place.world_size} "
             f"finds {device_type()}",
-            hint="are the GPUs visible to every rank? `windlass doctor` checks; resume the run on these devices "
-            "with `windlass resume`",
+            hint="check with `windlass doctor` that every rank sees its GPUs, or resume the run on these devices with "
+            "`windlass resume`",
         )
     torch_device = torch.device("cpu")
     if device == "cuda":

@@ -50,7 +50,7 @@ class ModelParts:
     notes: list[str] = field(default_factory=list)
     # Single process in bf16: parameters are bf16 and the optimizer holds the fp32 master copy.
     master_copy: bool = False
-    # Embedding and head share weights and stand in different stages.
+    # Embedding and head share weights but are in different stages.
     tie: Tie | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -65,7 +65,7 @@ class ModelParts:
         return {n: p.detach() for module in self.modules for n, p in module.named_parameters() if not p.requires_grad}
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """What our own blocks neither train nor compute again, such as the biases of routers."""
+        """Buffers that are neither trained nor recomputed, such as the biases of routers."""
         kept: dict[str, Tensor] = {}
         for module in self.modules:
             buffers = dict(module.named_buffers()) if module.divisible else {}
@@ -189,7 +189,7 @@ def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: 
     import torch.compiler.config as compiler
 
     # The cached graph holds the attention kernel that was chosen when it was made; torch's own key does not name it,
-    # so a warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
+    # so a warm cache would keep using cuDNN after train.attention = "flash" (seen on the H200).
     compiler.cache_key_tag = f"attention={step.attention}"
     functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
     exchanges = world.layout.expert > 1
@@ -203,7 +203,7 @@ def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: 
     for layer in module.layer_modules():
         parts = [layer]
         if exchanges and step.recompute == "full" and isinstance(layer, Layer):
-            # A graph that is computed again cannot be cut; its blocks can.
+            # A recomputed graph cannot be split; its blocks can.
             parts = [*layer.pre_norms(), *layer.post_norms(), *layer.blocks()]
         for part in parts:
             part.compile(fullgraph=isinstance(layer, Layer) and not exchanges, dynamic=dynamic)
@@ -214,7 +214,7 @@ def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: 
     reason = "running on a GPU" if recipe.train.compile is None else "train.compile"
     notes.append(f"compile: each layer ({reason})")
     if exchanges and step.recompute == "selective":
-        notes.append("compile: not the layers with experts (layout.expert with selective recomputation)")
+        notes.append("compile: layers with experts are not compiled (layout.expert with selective recomputation)")
 
 
 def check_compile(step: StepSpec) -> None:
@@ -276,7 +276,7 @@ def shard_placement(world: World) -> Callable[[nn.Parameter], Any]:
         except (ImportError, AttributeError):
             raise TrainError(
                 "train.expert-needs-torch",
-                f"layout.expert ({world.layout.expert}) needs torch 2.12 or later, and this is {torch.__version__}",
+                f"layout.expert ({world.layout.expert}) needs torch 2.12 or later, but this is {torch.__version__}",
                 hint="install a newer torch, or set layout.expert = 1",
             ) from None
         info: Any = fsdp.FSDPMeshInfo(mesh["fsdp"], shard_mesh_dim=0)

@@ -64,7 +64,7 @@ def attach_references(training: Training) -> None:
     assert isinstance(validator.stream, StoreStream)
     if training.step > 0 and not path.is_file():  # a run of version 0.7 or before
         validator.held.clear()
-        training.say(f"no validation: {path} is missing, and the starting model is gone")
+        training.say(f"no validation: {path} is missing, and the starting model is no longer available")
         return
     training.say(attach_reference(training, validator.stream, path))
 
@@ -79,7 +79,7 @@ def attach_reference(training: Training, stream: StoreStream, path: Path) -> str
         raise CheckpointError(
             "tune.reference-missing",
             f"{path} is missing: the starting model's scores of the pairs are unknown at step {training.step}",
-            hint="restore the file, or begin a new run",
+            hint="restore the file, or start a new run",
         )
     else:
         margins, source = compute_reference(training, stream, sum(sizes)), "by the starting weights"
@@ -88,8 +88,8 @@ def attach_reference(training: Training, stream: StoreStream, path: Path) -> str
     if len(margins) != sum(sizes):
         raise DataError(
             "tune.reference-differs",
-            f"{path} is of {len(margins):,} pairs, the store has {sum(sizes):,}",
-            hint="the token store or data.seq_len has changed: begin a new run",
+            f"{path} has {len(margins):,} pairs, but the token store has {sum(sizes):,}",
+            hint="start a new run: the token store or data.seq_len has changed",
         )
     stream.reference = np.split(margins, np.cumsum(sizes)[:-1])
     return f"reference of {len(margins):,} pairs ({stream.split}): {source}"

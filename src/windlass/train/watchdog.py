@@ -252,7 +252,7 @@ def find_hang(first: Heartbeats, second: Heartbeats, world_size: int) -> HangCau
     ]
     if outside and len(outside) < world_size:
         line = second[outside[0]]["stack"][-1].strip().splitlines()[0]
-        text = f"is not in the collective that the others wait in, but at {line}"
+        text = f"is not in the collective in which the others wait, but at {line}"
         return HangCause(outside[0], f"{_describe(second[outside[0]])} {text}")
     place = f"step {second[0].get('step')}, {second[0].get('phase')}"
     return HangCause(None, f"all {world_size} ranks wait in the same place ({place})")

@@ -56,14 +56,15 @@ class Code(Suite):
             raise ConfigError(
                 "evaluate.code-not-run",
                 "a code task runs programs that the model writes, which is off by default",
-                hint="add --run-code; docs/guides/generation-tasks.md says how they are confined",
+                hint="add --run-code; docs/guides/generation-tasks.md explains how they are isolated",
             )
         if max(options.pass_at) > options.samples or (options.samples > 1 and options.temperature == 0):
             raise ConfigError(
                 "evaluate.too-few-samples",
-                f"pass@{max(options.pass_at)} needs as many different answers to each item, and the task file asks for "
+                f"pass@{max(options.pass_at)} needs {max(options.pass_at)} different answers to each item, but the "
+                "task file asks for "
                 f"{options.samples} with temperature {options.temperature:g}",
-                hint='for example {"task": {"samples": 20, "pass_at": [1, 10], "temperature": 0.8}}',
+                hint='write for example {"task": {"samples": 20, "pass_at": [1, 10], "temperature": 0.8}}',
             )
         parse_bytes(options.memory)
         check_sandbox(weak=options.weak_sandbox)

@@ -147,7 +147,7 @@ def _shell_faults(point: SweepPoint, lines: Sequence[str], line_of: Callable[[st
         place, match = next(((f"line {n}: ", m) for n, m in matches if m), ("", LOST_DOLLAR.search(text)))
         option, sum_text = match.groups() if match else ("", "")
         message = f"{place}`{option} (({sum_text}))` is not arithmetic: the dollar sign is missing"
-        findings.append(Finding("arithmetic", "refuse", message, f"{option} $(({sum_text}))"))
+        findings.append(Finding("arithmetic", "refuse", message, f"write {option} $(({sum_text}))"))
     if not findings and argv[:2] == ["bash", "-c"]:
         try:
             syntax = subprocess.run(["bash", "-n", "-c", argv[2]], capture_output=True, text=True, timeout=20)
@@ -156,7 +156,7 @@ def _shell_faults(point: SweepPoint, lines: Sequence[str], line_of: Callable[[st
         if syntax.returncode:
             message = "; ".join(line.removeprefix("bash: ") for line in syntax.stderr.splitlines()[:2])
             findings.append(
-                Finding("syntax", "refuse", f"bash cannot read the command: {message}", "close quotes and $(( ))")
+                Finding("syntax", "refuse", f"bash cannot read the command: {message}", "close all quotes and $(( ))")
             )
     return findings
 
@@ -175,7 +175,7 @@ def _shape_faults(point: SweepPoint, request: SrunRequest) -> list[Finding]:
             rule,
             "refuse",
             f"point {point.name}: srun {option} {asked}, but the point has {nodes} nodes x {devices} devices",
-            f"{option} {wanted}",
+            f"write {option} {wanted}",
         )
         for rule, asked, wanted, option in rows
         if asked is not None and wanted is not None and asked != wanted

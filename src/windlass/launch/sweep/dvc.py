@@ -78,7 +78,7 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
         raise ConfigError(
             "sweep.dvc-stage",
             f"{path} {fault} (matrix stages: {', '.join(stages) or 'none'})",
-            hint="--stage NAME chooses one",
+            hint="choose one with --stage NAME",
         )
     values = load_values(tables.get("vars"), path.parent, default=True)
     return LoadedSweep(_stage_as_sweep(name, stages[name], values, path), text, path, None)
@@ -227,7 +227,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError(
             "sweep.dvc-values-invalid",
             f"{path} is not valid: {error}",
-            hint="correct the file: the dvc.yaml takes its values from it",
+            hint="correct the file: the dvc.yaml reads values from it",
         ) from None
     return value if isinstance(value, Mapping) else {}
 
@@ -264,7 +264,7 @@ def look_up(expression: str, values: Any, origin: str) -> Any:
             raise ConfigError(
                 "sweep.dvc-value-missing",
                 f"{origin}: ${{{expression}}} has no value: there is no {part}",
-                hint=f"{sources}; \\${{...}} leaves it to the shell",
+                hint=f"{sources}; \\${{...}} is left to the shell",
             ) from None
     return values
 

@@ -55,7 +55,7 @@ def choose_points(
         raise ConfigError(
             "sweep.unknown-point",
             f"there is no point {', '.join(missing)} in this sweep",
-            hint=f"did you mean {' or '.join(near)}?" if near else "--dry-run lists the points",
+            hint=f"did you mean {' or '.join(near)}?" if near else "list the points with --dry-run",
         )
     last = {name: line["outcome"] for name, line in sweep_run.folder.outcomes().items()}
     repeated = {*(only or ()), *(["skipped"] if everything else [])}

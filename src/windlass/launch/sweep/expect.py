@@ -172,7 +172,9 @@ def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> E
     kwh = plan.energy.kwh
     return Expectation(
         verdict="fits" if needed <= limit else "oom",
-        reason=f"{share}, {print_share(chance, digits=0)} sure to be too much" if chance > 0.05 else (reason or share),
+        reason=f"{share}, {print_share(chance, digits=0)} likely to run out of memory"
+        if chance > 0.05
+        else (reason or share),
         oom_chance=chance,
         skip=chance >= sweep.skip_oom,
         memory_bytes=needed,

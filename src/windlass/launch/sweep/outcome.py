@@ -85,7 +85,7 @@ def _evidence(
 ) -> Iterator[PointOutcome]:
     """All evidence of a point that did not end well, strongest first."""
     if timed_out is not None:
-        yield PointOutcome(outcome="timeout", evidence="limit", detail=f"ended after its limit of {timed_out:g} s")
+        yield PointOutcome(outcome="timeout", evidence="limit", detail=f"stopped at its time limit of {timed_out:g} s")
     if state is not None and state.state in OUTCOME_OF_STATE:
         yield PointOutcome(
             outcome=OUTCOME_OF_STATE[state.state],
@@ -150,7 +150,7 @@ def parse_only(text: str) -> set[str]:
         raise errors.ConfigError(
             "sweep.unknown-outcome",
             f"--only {', '.join(sorted(unknown))}: there is no such outcome",
-            hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
+            hint=f"use one of {', '.join((*OUTCOMES, 'fail'))}",
         )
     return {outcome for name in names for outcome in OUTCOME_GROUPS.get(name, (name,))}
 

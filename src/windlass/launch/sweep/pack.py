@@ -37,7 +37,7 @@ from windlass.launch.sweep.points import SweepPoint
 
 MAX_SECONDS = 4 * 3600.0  # wall time of a packed job when the sweep has none: short jobs start soon
 MARGIN = 1.5  # a point may take this much longer than expected before the other points of its pack are in danger
-SPARE_SECONDS = 60.0  # of a job beyond its points: windlass itself starts and writes tables
+SPARE_SECONDS = 60.0  # time of a job besides its points: windlass starts and writes tables
 UNKNOWN_SECONDS = 1800.0  # for a point without a prediction and without a time_limit
 
 
@@ -53,7 +53,7 @@ class SweepPack:
 
 @dataclass(frozen=True, kw_only=True)
 class PackArray:
-    """The packs of one shape, the array job that runs them, and what stands in front of each point's command."""
+    """The packs of one shape, the array job that runs them, and the prefix of each point's command."""
 
     machine: Cluster
     packs: list[SweepPack]
@@ -74,7 +74,7 @@ class CommandRequest:
 def make_packs(
     sweep_run: SweepRun, points: Sequence[SweepPoint], limit_seconds: float, per_node: int
 ) -> list[SweepPack]:
-    """Greedy, in the sweep's order: a new allocation begins where the next point would not fit in the time."""
+    """Fill allocations in the sweep's order; start a new one when the next point would exceed the wall time."""
     packs: list[SweepPack] = []
     for group in _by_shape(points, per_node):
         pack, nodes = None, _shape(group[0], per_node)[0]
@@ -95,7 +95,8 @@ def _shape(point: SweepPoint, per_node: int) -> tuple[int, int]:
 
 
 def _by_shape(points: Sequence[SweepPoint], per_node: int) -> list[list[SweepPoint]]:
-    """By nodes and devices; by nodes alone where the commands call srun: each step takes the devices it asks for."""
+    """Group points by nodes and devices; by nodes alone if the commands call srun, which requests the devices
+    itself."""
     shapes: dict[tuple[int, int | None], list[SweepPoint]] = {}
     for point in points:
         nodes, devices = _shape(point, per_node)
@@ -155,7 +156,7 @@ def prepare_packs(
             raise LaunchError(
                 "sweep.container-around-srun",
                 f"{group[0].name}: the command calls srun itself, which is not available inside {env.image}",
-                hint="remove launch.container, and start the container behind srun, or leave srun to windlass",
+                hint="remove launch.container and start the container after srun, or remove srun from the command",
             )
         findings = checks.check_request(job, machine)
         findings += checks.check_environment(replace(job, environment=env))
@@ -198,7 +199,7 @@ def submit_packs(
         raise LaunchError(
             "sweep.no-points",
             "there is no point to submit",
-            hint="--only oom,fail repeats some; --report writes the page",
+            hint="use --only oom,fail to repeat some, or --report to write the page",
         )
     with_job = points_with_job(sweep_run, points, everything=everything)
     arrays = prepare_packs(sweep_run, with_job, cluster=cluster, options=[*options, *(["--all"] if everything else [])])
@@ -222,7 +223,7 @@ def submit_packs(
 
 
 def points_with_job(sweep_run: SweepRun, points: Sequence[SweepPoint], *, everything: bool) -> list[SweepPoint]:
-    """Without those that are invalid or would not fit."""
+    """The points that get a job: without those that are invalid or predicted not to fit."""
     expected = sweep_run.expectations
     return [p for p in points if expected[p.name].verdict != "illegal" and (everything or not expected[p.name].skip)]
 
@@ -235,7 +236,7 @@ def _pack_job(
     name: str,
     options: Sequence[str],
 ) -> BatchJob:
-    """A training job of this shape that runs the sweep instead; for a command, with the sweep's own settings."""
+    """A training job of this shape whose command is the sweep; for a command, with the sweep's own settings."""
     first, slurm, sweep_dir = packs[0], machine.slurm, sweep_run.folder.path.absolute()
     folder = sweep_dir / "packs" / name
     if point.recipe is not None:
@@ -263,7 +264,7 @@ def _pack_job(
         raise LaunchError(
             "sweep.container-several-nodes",
             f"points over {first.nodes} nodes cannot run from inside a container: srun is not available there",
-            hint='launch.environment = "venv" or "module" for the sweep, or --point for those on one node',
+            hint='set launch.environment = "venv" or "module", or run only the points on one node with --point',
         )
     arguments = ["--run", str(sweep_dir), "--inside", str(folder / "packs.json"), *options]
     count = sum(len(pack.points) for pack in packs)

@@ -94,7 +94,7 @@ def make_points(loaded: LoadedSweep) -> list[SweepPoint]:
         raise ConfigError(
             "sweep.too-many-points",
             f"the matrix has {count:,} points",
-            hint=f"at most {MAX_SWEEP_POINTS:,} are possible; use exclude or zip",
+            hint=f"use exclude or zip to have at most {MAX_SWEEP_POINTS:,}",
         )
     product = (list(itertools.chain(*combination)) for combination in itertools.product(*axes) if axes)
     cells = [cell for cell in product if not is_excluded(cell)]
@@ -106,7 +106,7 @@ def make_points(loaded: LoadedSweep) -> list[SweepPoint]:
         raise ConfigError(
             "sweep.empty-matrix",
             f"{loaded.path}: the matrix is empty after exclude: there is no point to run",
-            hint="an exclude table removes every point that matches all its axes",
+            hint="correct [[exclude]]: a table removes every point that matches all its axes",
         )
     points = [_point(loaded, cell, name) for cell, name in zip(cells, _names(cells, sweep), strict=True)]
     by_name: dict[str, SweepPoint] = {}
@@ -184,7 +184,7 @@ def _point(loaded: LoadedSweep, cell: Cell, name: str) -> SweepPoint:
         raise ConfigError(
             "sweep.invalid-limit",
             f"{origin}: {error}",
-            hint='for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"',
+            hint='write for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"',
         ) from None
     if sweep.command is not None:
         argv, settings = tuple(shlex.split(sweep.command)), {**sweep.set, **settings}

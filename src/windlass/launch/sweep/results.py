@@ -155,7 +155,7 @@ def read_results(path: Path) -> Row:
         raise ConfigError(
             "sweep.results-missing",
             f"the results file {path} is missing",
-            hint="`results` names the file relative to {folder}",
+            hint="let the command write it, or correct `results`, which is relative to {folder}",
         )
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".jsonl":
@@ -294,7 +294,7 @@ def check_pick(sweep_run: SweepRun, path: Path) -> None:
         raise ConfigError(
             "sweep.pick-needs-recipe",
             "--pick writes a recipe, and this sweep runs a command",
-            hint="see the ranking in results.csv",
+            hint="results.csv has the ranking",
         )
     if path.exists():
         raise RunError("sweep.file-exists", f"{path} already exists", hint="choose another file name for --pick")

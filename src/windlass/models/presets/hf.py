@@ -37,7 +37,7 @@ def read_config_json(config: ModelConfig) -> dict[str, Any]:
         raise ConfigError(
             "model.config-missing",
             "model.config is not given",
-            hint='family = "hf" needs the folder or file of a Hugging Face config.json',
+            hint='set it to the folder or file of a Hugging Face config.json, which family = "hf" needs',
         )
     path = Path(config.config)
     path = path / "config.json" if path.is_dir() else path
@@ -88,7 +88,7 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
             raise ConfigError(
                 "model.config-lacks-size",
                 f"config.json has none of {', '.join(names)}",
-                hint="the planner cannot count this model's parameters",
+                hint="add one of these keys: the planner needs it to count this model's parameters",
             )
         # bool is an int, and 10**15 more than any size of a model.
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 10**15:

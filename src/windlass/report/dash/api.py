@@ -88,7 +88,7 @@ LIST_FIGURES = {
 def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
     """Rows that changed after version `have` of the list; `complete`: all of them. `reading`: rows still to come."""
     views, have = folder.views(), _number(query, "have", 0)
-    with folder.listing:  # of many viewers, one looks at the files
+    with folder.listing:  # with many viewers, only one reads the files
         began = time.monotonic()
         missing = [view for view in views if view.row is None]
         if missing or began - folder.rows_at >= LOOK_SECONDS:
@@ -99,7 +99,7 @@ def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
                     _update_row(view, folder.rows_version)
 
             looked = missing or views
-            if not missing and len(views) > MAX_LOOKED:  # those that go on, and the others in turn
+            if not missing and len(views) > MAX_LOOKED:  # the runs that are still training, and the others in turn
                 start = folder.rows_version * MAX_LOOKED % len(views)
                 running = [view for view in views if view.row is not None and view.row[0].status == "running"]
                 looked = list(dict.fromkeys([*running, *views[start : start + MAX_LOOKED]]))
@@ -171,7 +171,7 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
 
 def _page(view: RunView) -> dict[str, Any]:
     """All texts and tables of one run; its curves come from `series`."""
-    with view.making:  # fifty viewers cost as much as one
+    with view.making:  # cached, so that fifty viewers cost as much as one
         s, kept = view.summary(), view.page
         if kept is not None and kept[0] is s and kept[1]["status"] == state(s):
             return kept[1]
@@ -267,7 +267,7 @@ def save_notes(folder: Folder, query: Query, body: bytes) -> dict[str, Any]:
     except WindlassError as error:
         return {"error": error.message, "hint": error.hint}
     except ValueError:
-        return {"error": "what was sent is not JSON", "hint": None}
+        return {"error": "the request body is not JSON", "hint": None}
     return {"notes": notes.model_dump(mode="json")}
 
 
@@ -281,13 +281,13 @@ def data_json(folder: Folder, query: Query) -> dict[str, Any]:
         more = f" and {counted(len(others), 'more run')} with the same data" if others else ""
         parts.append({**json.loads(section), "title": view.summary().name + more, "run": view.name})
     if not parts:
-        parts = [section_json(Section("", (Note(f"No run in {folder.root} yet: a ledger appears with its run."),)))]
+        parts = [section_json(Section("", (Note(f"No run in {folder.root} yet, so there is no ledger."),)))]
     return {"sections": redact([*_left_out(folder), *parts])}
 
 
 def _left_out(folder: Folder) -> list[dict[str, Any]]:
     count = len(folder.views())
-    text = f"{count:,} runs are here: this page shows the {MAX_WHOLE_RUNS} that wrote last."
+    text = f"This folder has {count:,} runs; this page shows the {MAX_WHOLE_RUNS} that were updated last."
     return [section_json(Section("", (Note(text),)))] if count > MAX_WHOLE_RUNS else []
 
 

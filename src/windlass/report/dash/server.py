@@ -184,7 +184,7 @@ class DashHandler(BaseHTTPRequestHandler):
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, max_num_fields=100)
         except ValueError:  # more than a hundred fields, or brackets that never close
-            self._refuse(HTTPStatus.BAD_REQUEST, "this address cannot be read")
+            self._refuse(HTTPStatus.BAD_REQUEST, "this address is not valid")
             return None
         host = self.headers.get("Host", "")
         cookies: SimpleCookie = SimpleCookie()

@@ -74,11 +74,11 @@ async function sweepPage(id, mine) {
     if (!mine() || now === before) return;
     before = now;
     if (reply.error) return body.replaceChildren(el("p", { class: "warning" }, `${reply.error}: it may have been moved.`));
-    const options = [...reply.sweeps.map((s) => [s.id, s.name]), ["runs", "all runs of this folder against each other"]];
+    const options = [...reply.sweeps.map((s) => [s.id, s.name]), ["runs", "comparison of all runs in this folder"]];
     choice.replaceChildren(...options.map(([value, text]) => el("option", { value, selected: value === reply.id }, text)));
     bar.hidden = !reply.sweeps.length;
     const shown = reply.sweeps.find((s) => s.id === reply.id);
-    title.textContent = shown ? shown.title : "All runs against each other";
+    title.textContent = shown ? shown.title : "Comparison of all runs";
     about.textContent = shown ? `sweep ${shown.name}, ${shown.progress}; the same rows as its results.csv and report.html` : "every run of this folder with a measured speed; these runs are not part of a sweep";
     const scroll = window.scrollY;
     body.replaceChildren(...sections(reply.sections));

@@ -22,7 +22,7 @@ async function plannerPage(query, mine) {
   page.replaceChildren(
     el("h1", null, "Planner"), el("p", { class: "sub" }, "What fits, how long it takes, and what it costs in energy. Estimates; nothing is submitted."),
     el("div", { class: "panel controls" }, selected("cluster", "machine", machines), el("label", { for: "nodes" }, el("span", null, "nodes"), (inputs.nodes = el("input", { id: "nodes", value: plan.nodes, inputmode: "numeric", autocomplete: "off" })), nodesNote), typed("size", "parameters", sizeNote, true), typed("tokens", "tokens", "450B, 2T"), typed("batch_tokens", "batch, tokens", "4Mi, 4M"), typed("seq_len", "sequence length", "", true), selected("precision", "precision", offered.precisions.map((p) => [p, p])), typed("days", "days you have", ""), offer("size", offered.sizes), offer("seq_len", offered.seq_lens)),
-    el("details", { class: "panel", id: "shape", open: Object.keys(SHAPE).some((key) => plan[key]) }, el("summary", null, "layers, width and the rest of the model"), el("div", { class: "controls" }, Object.entries(SHAPE).map(([key, title]) => typed(key, title)))),
+    el("details", { class: "panel", id: "shape", open: Object.keys(SHAPE).some((key) => plan[key]) }, el("summary", null, "layers, width and other values of the model"), el("div", { class: "controls" }, Object.entries(SHAPE).map(([key, title]) => typed(key, title)))),
     el("div", { class: "bar" }, save, share, copied), answer,
   );
 

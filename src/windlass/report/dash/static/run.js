@@ -32,7 +32,7 @@ function notesPanel(name, mine) {
   function change(notes) {
     editing = true;
     const tags = el("input", { id: "note-tags", placeholder: "tags, separated by commas", "aria-label": "tags", value: notes.tags.join(", ") });
-    const text = el("textarea", { id: "note-text", rows: 4, maxlength: 4000, placeholder: "what was tried, what came out", "aria-label": "notes" }, notes.text);
+    const text = el("textarea", { id: "note-text", rows: 4, maxlength: 4000, placeholder: "what you tried, and the result", "aria-label": "notes" }, notes.text);
     const problem = el("span", { class: "bad" });
     const close = (after) => { editing = false; if (mine()) view(after); };
     const save = async () => {

@@ -124,11 +124,11 @@ async function runsPage(query, mine) {
     if (!picked.size) return;
     const reply = await ask("series", { id: [...picked].slice(0, MOST_COMPARED), keys: compare.key, x: compare.x, mean: compare.mean, points: 800, have: anew ? "" : have });
     if (reply.unchanged || !mine() || asked !== turn) return; /* another choice was made meanwhile */
-    if (reply.error) return (caption.textContent = "The ticked runs are no longer here.");
+    if (reply.error) return (caption.textContent = "The selected runs are no longer in this folder.");
     have = reply.version;
     const shape = layout(compare.key, reply.axis_title, UNITS[compare.key] || "", 420);
     const gone = picked.size - reply.runs.length;
-    caption.textContent = [sentence(about.metrics[compare.key]), "Steps that a resume repeated are left out.", gone > 0 ? `${gone} of the ${picked.size} ticked runs are not drawn: at most ${MOST_COMPARED} are.` : ""].filter(Boolean).join(" ");
+    caption.textContent = [sentence(about.metrics[compare.key]), "Steps that a resume repeated are left out.", gone > 0 ? `${gone} of the ${picked.size} selected runs are not drawn (limit: ${MOST_COMPARED}).` : ""].filter(Boolean).join(" ");
     if (compare.log) shape.yaxis.type = "log";
     shape.uirevision = JSON.stringify([compare.x, compare.key, compare.log]);
     shape.showlegend = true;
