@@ -94,7 +94,7 @@ def append_line_buffered(path: Path, value: Any) -> bool:
 
 def open_file(path: Path | str) -> BinaryIO:
     """Open a file for reading. FileNotFoundError for anything but a regular file: opening a named pipe, which others
-    may have put into a folder, would wait for ever."""
+    may have put into a folder, would wait forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -109,7 +109,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def file_stamps(*paths: Path) -> FileStamps:
-    """(time of modification, size) of each file, None where there is none: what is cached is valid while they stay."""
+    """(modification time, size) of each file, None for a missing one. A cache is valid as long as they do not
+    change."""
     stamps: list[tuple[int, int] | None] = []
     for path in paths:
         try:
@@ -205,7 +206,7 @@ def set_compile_cache() -> None:
 
 
 def read_text_file(path: Path, description: str) -> str:
-    """The text of a file that a user wrote; a file that is not UTF-8 text is refused with the place."""
+    """The text of a file that a user wrote; a file that is not UTF-8 is an error that names the position."""
     if not path.is_file():
         raise DataError("files.missing", f"there is no {description} {path}", hint="check the path")
     try:

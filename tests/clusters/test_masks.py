@@ -36,7 +36,7 @@ def test_the_published_lumi_masks_are_caught():
         ({4: "0xff"}, ["rank 4", "reserved cores 0"]),
         ({4: "0x7e00"}, ["ranks 4 and 5", "9-14"]),
         ({0: "0xfe0000", 2: "0xfe000000000000"}, ["rank 0", "NUMA domain 3", "48-63"]),
-        ({0: "0x1000000000000000000"}, ["72", "of 64"]),
+        ({0: "0x1000000000000000000"}, ["72", "has 64"]),
         ({3: "0x0"}, ["rank 3", "no core"]),
         ({3: "0xfeg"}, ["entry 3", "0xfeg"]),
     ],

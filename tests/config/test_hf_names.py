@@ -49,7 +49,9 @@ def test_both_names_of_a_key_are_refused(recipe_file, order):
     with pytest.raises(ConfigError) as caught:
         load_recipe(recipe_file(dict.fromkeys(order, 64)))
     assert caught.value.code == "config.invalid"
-    assert "model.hidden_size: is width" in caught.value.message and "1 problem" in caught.value.message
+    assert (
+        "model.hidden_size: is another name for width" in caught.value.message and "1 problem" in caught.value.message
+    )
 
 
 def test_a_family_adds_its_own_names():

@@ -93,8 +93,8 @@ def test_rules_over_several_keys(recipe_file):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["model.heads=4", "model.width=60", "model.kv_heads=2"], "model.heads (4) of width 15 each"),
-        (["model.head_dim=9"], "of width 9 each"),
+        (["model.heads=4", "model.width=60", "model.kv_heads=2"], "model.heads (4): 15 of the 15 dimensions"),
+        (["model.head_dim=9"], "9 of the 9 dimensions"),
         (["model.family=retnet", "model.value_width=50"], "does not divide model.value_width (50); the next larger one is 52"),
         (["model.family=retnet", "model.ffn=90"], "(the default of value_width) (90)"),
         (["model.family=retnet", "model.kv_heads=1"], "model.kv_heads (1): retention has no groups of heads"),

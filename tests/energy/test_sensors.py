@@ -124,7 +124,7 @@ class TestAmd:
     def test_a_job_on_one_die_counts_the_whole_module_and_says_so(self):
         sensor = AmdsmiSensor(SensorHost(MI250X, library=FakeAmd(8, module=True), env={"ROCR_VISIBLE_DEVICES": "3"}))
         assert [s.part for s in sensor.read()] == ["module1"]
-        assert "1 of 1 modules are used in part" in sensor.note
+        assert "1 of 1 modules are only partly used" in sensor.note
 
     def test_the_die_that_answers_speaks_for_its_module(self):
         smi = FakeAmd(4, module=True)
@@ -151,7 +151,7 @@ class TestAmd:
         smi = SimpleNamespace(
             amdsmi_init=lambda: None, amdsmi_get_processor_handles=lambda: [0], amdsmi_shut_down=lambda: None
         )
-        with pytest.raises(SensorMissing, match="1 devices but neither energy nor power"):
+        with pytest.raises(SensorMissing, match="1 devices, but neither energy nor power"):
             AmdsmiSensor(SensorHost(library=smi, env={}))
 
     def test_sysfs_power_skips_the_odd_die(self, tmp_path):

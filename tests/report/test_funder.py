@@ -38,7 +38,7 @@ def test_project_compute_energy_and_incidents(run):
     assert page["CO2e, location-based"][0] == "97.3 g CO2e" and "267.6 g/kWh" in page["CO2e, location-based"][1]
     assert page["data"] == ("39.32M of 40M tokens", "languages: code, nl")
     assert page["incidents"][0] == "1 fault, goodput 67.7 %"
-    assert page["incidents"][1].startswith("30 steps (37.5 s) done again, 1 min 30 s between attempts")
+    assert page["incidents"][1].startswith("30 steps (37.5 s) repeated, 1 min 30 s between attempts")
 
 
 def test_outcome_by_language_is_the_newest_of_each(run):

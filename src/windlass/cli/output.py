@@ -28,7 +28,7 @@ COPIED = re.compile(r"\n|`|://|\bwindlass |\S/\S+/|\.(toml|html|md|json|jsonl|ou
 
 
 def console() -> Console:
-    """Where people read; wide enough for tables even when piped."""
+    """The console for human output; wide enough for tables even if piped."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
@@ -104,7 +104,7 @@ def fit_columns(
 ) -> dict[int, int]:
     """Index -> width of the columns (name, cells, is number) that fit into `width` without breaking a number or a word.
 
-    `drop` names the columns to leave out, the first first; None: from the right, down to two columns.
+    `drop` names the columns to leave out, in this order; None: from the right, down to two columns.
     """
 
     def longest(texts: Iterable[str]) -> int:
@@ -177,8 +177,8 @@ def table(
 
 @contextlib.contextmanager
 def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Progress on the error stream: a bar in a terminal, elsewhere (the log of a job) a line each PROGRESS_SECONDS. Call it
-    with the done and the total amount, and a new label."""
+    """Progress on the error stream: a bar in a terminal, elsewhere (the log of a job) a line each PROGRESS_SECONDS.
+    Call it with the done and the total amount, and a new label."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     if not quiet and not sys.stderr.isatty():
@@ -208,7 +208,7 @@ def _log_progress(label: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def working(text: str, *, quiet: bool = False) -> Iterator[None]:
-    """Says on the error stream, if it is a terminal, what takes its time: `working("loading step-1000")`. No progress
+    """Print on the error stream, if it is a terminal, what is taking time: `working("loading step-1000")`. No progress
     bar may start inside. With --verbose also how long it took."""
     started_at = time.monotonic()
     with contextlib.ExitStack() as stack:

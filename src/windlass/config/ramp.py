@@ -72,7 +72,7 @@ def ramp_problems(data: DataConfig) -> list[str]:
     """What is wrong with `data.batch_ramp`, each with the nearest legal value."""
     problems: list[Any] = []
     if data.batch_ramp and data.batch_tokens is None:
-        problems.append("data.batch_ramp: needs data.batch_tokens, the batch from which it starts")
+        problems.append("data.batch_ramp: set data.batch_tokens too, the batch from which it starts")
     starts = [0, *(start for start, _ in data.batch_ramp)]
     for before, start in itertools.pairwise(starts):
         if start <= before:

@@ -1,4 +1,5 @@
-"""Export of a checkpoint as a Hugging Face folder: streamed tensor by tensor, verified by logits, and only then named.
+"""Export of a checkpoint as a Hugging Face folder: streamed tensor by tensor, verified by logits, and only then renamed
+to its target.
 
 A family that transformers does not have (RetNet) gets the same files with our own parameter names; `find_source` and
 every command read such a folder.
@@ -141,7 +142,7 @@ def export(
 
 
 def export_dtype(source: ModelSource, named: str | None) -> str:
-    """The named format; an imported model as it came; else bf16 unless the run computed in fp32."""
+    """The requested dtype; for an imported model its own; otherwise bf16, or fp32 if the run computed in fp32."""
     if named is not None:
         dtype_of_name(named)  # refuses an unknown one
         return named

@@ -60,7 +60,7 @@ def import_model(
     seq_len: int | None = None,
     verify: bool = True,
 ) -> Imported:
-    """Read a Hugging Face folder, or a run whose vocabulary is to grow, into the new run folder `target`."""
+    """Read a Hugging Face folder, or a run whose vocabulary should grow, into the new run folder `target`."""
     folder, target = Path(folder), Path(target)
     refuse_existing(target, "--run")
     from_folder = is_hf_folder(folder)
@@ -114,7 +114,7 @@ def import_model(
 
 
 def refuse_other_folder(folder: Path) -> None:
-    """A folder that is neither a Hugging Face folder nor a run: say what it is."""
+    """Raise an error for a folder that is neither a Hugging Face folder nor a run, with its content."""
     if not (folder / "checkpoints").is_dir():
         entries = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else []
         content = f"holds {', '.join(entries) or 'nothing'}" if folder.is_dir() else "does not exist"
@@ -133,7 +133,7 @@ def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str,
     own, twins, format = model.state_dict(), getattr(model, "twins", {}), format_of(recipe.model)
     is_ours = set(own) <= set(weights)
     loaded: Mapping[str, Tensor] = weights if is_ours else names.from_hf(recipe.model.family, weights, own, twins)
-    # A head that the config calls untied is not made up from the embedding.
+    # If the config says that the head is not tied, a missing head is not copied from the embedding.
     untied = [] if is_ours else [name for name in format.tied if format.hf_name(name) not in weights]
     if problems := names.misfits(loaded, own, untied):
         raise CheckpointError(

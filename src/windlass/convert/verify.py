@@ -1,7 +1,7 @@
 """Comparison of logits: a folder must compute what our model computes on real text. Names and shapes prove nothing.
 
-A model that fits in memory twice is compared whole, loaded by transformers itself. A larger Llama is compared layer by
-layer: the same text runs through both sides, and only one layer of each is in memory.
+A model that fits in memory twice is compared as a whole, loaded by transformers itself. A larger Llama is compared
+layer by layer: the same text runs through both sides, and only one layer of each is in memory.
 """
 
 import argparse
@@ -123,7 +123,8 @@ def whole(
         output = theirs(row)
         logits = output if isinstance(output, Tensor) else output.logits
         own = ours(row)[..., : ours.vocab].float()
-        if format_of(recipe.model).wraps_transformers:  # both sides are the same class, and would be wrong alike
+        # Both sides are the same class, so that a fault would be in both: check that the model is causal.
+        if format_of(recipe.model).wraps_transformers:
             changed = torch.cat((row[:, :1], (row[:, 1:] + 1) % ours.vocab), dim=1)
             if not torch.allclose(ours(changed)[:, 0, : ours.vocab].float(), own[:, 0], atol=TOLERANCE):
                 raise refuse_later_tokens(str(folder))
@@ -133,7 +134,7 @@ def whole(
 def task_logits(
     ours: HFTaskModel, checkpoint: Path, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a model with a task's head, which transformers loads by the class that config.json names."""
+    """Logits of a model with a task's head, which transformers loads by the class that config.json names."""
     load_model_weights(checkpoint, ours, verify=False)
     ours = ours.to(dtype).float().eval()
     _transformers()  # without its progress bars

@@ -34,7 +34,7 @@ def grow_vocabulary(
             grown[name][token] = (table[ids].float().mean(0) if ids else mean).to(table.dtype)
     single, empty = sum(len(ids) == 1 for ids in pieces), sum(not ids for ids in pieces)
     note = (
-        f"vocabulary {vocab:,} -> {new.vocab_size:,}: {single:,} tokens keep one old row, "
+        f"vocabulary {vocab:,} -> {new.vocab_size:,}: {single:,} tokens copy one old row, "
         f"{len(pieces) - single - empty:,} start as the mean of their old pieces, {empty:,} as the mean of all rows"
     )
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab": new.vocab_size})}), grown, note

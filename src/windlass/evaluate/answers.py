@@ -19,11 +19,11 @@ class PromptForm:
     """How a suite asks, unless the task file or the command says otherwise."""
 
     template: str
-    field: str  # that every template must have
+    field: str  # field that every template must have
     solution: Callable[[Item], str]  # what follows the prompt in a solved example
     max_tokens: int
     stop: tuple[str, ...] = ()  # not in a chat, where a token ends the answer
-    strip: bool = True  # white space around the answer means nothing
+    strip: bool = True  # white space around the answer is ignored
 
 
 @dataclass(frozen=True)

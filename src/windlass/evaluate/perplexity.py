@@ -50,7 +50,7 @@ class HeldOutDocument:
 class HeldOutResult:
     scores: list[EvalScore]
     documents: list[HeldOutDocument]
-    seconds: float  # in the model, without reading and decoding
+    seconds: float  # time in the model, without reading and decoding
     tokens: int
 
     @property
@@ -90,7 +90,7 @@ def evaluate_text(
     nats, seconds = document_nats(opened, [ids for _, ids in texts], store.eos, batch, token_loss, progress)
     documents = []
     for number, ((name, ids), cost) in enumerate(zip(texts, nats, strict=True)):
-        # Without an end token nothing stands before the very first token, and it is not scored.
+        # Without an end token there is nothing before the very first token, so it is not scored.
         scored = len(ids) - int(store.eos is None and number == 0)
         documents.append(
             HeldOutDocument(name, store.sources[name].language, scored, byte_count(ids, tokenizer, store.eos), cost)
@@ -137,7 +137,7 @@ def document_nats(
     """Summed cost of each document, all of them laid end to end in full windows, and the seconds it took."""
     if not texts:
         return [], 0.0
-    # The end of another document stands before the first one, as everywhere in training.
+    # An end token comes before the first document, as everywhere in training.
     first = np.array([texts[0][0] if eos is None else eos], dtype=texts[0].dtype)
     tokens = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
     numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(ids) for ids in texts]))

@@ -1,7 +1,7 @@
-"""Generated programs, run in a process of their own with few rights. What holds is in docs/guides/generation-tasks.md.
+"""Runs generated programs in a separate process with few rights. docs/guides/generation-tasks.md lists the protections.
 
-The limits protect the machine and the files of the person who evaluates from the mistakes of a model. They are no
-defence against code that was written to forge its own result.
+The limits protect the machine and the files of the person who evaluates from the mistakes of a model. They do not
+defend against code that was written to forge its own result.
 """
 
 import json
@@ -38,7 +38,7 @@ class SandboxLimits:
 
     @property
     def wall_seconds(self) -> float:
-        """A program that sleeps uses no CPU time; one on a busy machine gets little of it."""
+        """Wall-time limit: a sleeping program uses no CPU time, and on a busy machine a program gets little of it."""
         return 3.0 * self.cpu_seconds + 5
 
 
@@ -163,7 +163,7 @@ def _is_larger(folder: Path, limit: int) -> bool:
 
 
 def check_sandbox(*, weak: bool) -> tuple[str, ...]:
-    """Protections that this machine lacks; without `weak` that is refused, before any code is generated."""
+    """Protections that this machine lacks; without `weak` they are an error, before any code is generated."""
     missing = run_program("", "", SandboxLimits(), weak=True).missing
     if missing and not weak:
         raise ConfigError(

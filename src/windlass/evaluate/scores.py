@@ -133,7 +133,7 @@ def recorded_rows(folders: Sequence[Path], *, every_step: bool = False) -> list[
         for step in sorted({line.get("step") for line in lines}, key=lambda step: -1 if step is None else step):
             at_step = [line for line in lines if line.get("step") == step]
             rows += language_rows(model if step is None else f"{model}, step {step:,}", at_step)
-    # Models stand together in each task and metric, in the order they were named.
+    # Models are grouped by task and metric, in the order in which they were named.
     kinds = list(dict.fromkeys((row.task, row.metric) for row in rows))
     return sorted(rows, key=lambda row: kinds.index((row.task, row.metric)))
 

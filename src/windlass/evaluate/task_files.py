@@ -35,7 +35,7 @@ class TaskFile:
     header: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, **command_line: Any) -> SuiteOptions:
-        """What the header says, unless the command line says otherwise; None there says nothing."""
+        """The options of the header, overridden by those of the command line that are not None."""
         stated = {name: value for name, value in command_line.items() if value is not None}
         return SuiteOptions(**{**self.header, **stated})
 
@@ -97,7 +97,7 @@ def read_task_file(path: Path | str) -> TaskFile:
 
 
 def check_task(task: TaskFile, options: SuiteOptions) -> None:
-    """Refuse what cannot work before a model is loaded."""
+    """Raise an error for a task that cannot work, before a model is loaded."""
     if options.shots >= len(task.items):
         raise ConfigError(
             "evaluate.too-many-shots",

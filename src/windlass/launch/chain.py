@@ -102,7 +102,7 @@ def finished(run: Run) -> bool:
     if not isinstance(last, Finished):
         return False
     config = read_json(run.config_file)
-    if config is None:  # damaged: the next start says so, and nothing is taken for finished meanwhile
+    if config is None:  # damaged: the next start reports it; until then the run counts as not finished
         return False
     keys = ("train.steps", "data.tokens", "data.batch_tokens")
     steps, tokens, batch_tokens = (known_int(value_at(config, key)) for key in keys)
@@ -122,7 +122,7 @@ def judge(run: Run) -> ChainVerdict:
     if finished(run):
         return ChainVerdict("finished", "the run is finished")
     lines, step_now, saves_now = records(run), newest_step(run), len(saved_steps(run))
-    # Whoever launches again has seen the failure: starts before the newest submission by hand do not count.
+    # A user who launches again has seen the failure: starts before the newest manual submission do not count.
     by_hand = [r for r in lines if r.get("record") == "submitted" and r.get("link", 1) == 1]
     since = max((float(r.get("time") or 0) for r in by_hand), default=0.0)
     recent = [start for start in job_starts(lines) if start.began_at >= since][-MAX_IDLE_STARTS:]
@@ -155,7 +155,8 @@ def failure_code(run: Run, start: JobStart) -> int | None:
 
 
 def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
-    """A job's first question. When it goes on: writes the start that its workers wait for, and records that it began.
+    """Decide whether a job has work. If it does, write the start that its workers wait for, and record that the job
+    began.
 
     `job` and `restart` are read from the same variables in the workers. Scripts are also submitted by hand, by the job
     before (which records it a moment later) and as arrays, so the newest request of the run counts where none has this
@@ -195,7 +196,7 @@ def after(run: Run, job: str | None, restart: int, code: int, by: str | None) ->
 
 
 def _give_up(run: Run, reason: str) -> None:
-    """Once per reason: every remaining job of a pre-submitted chain comes to the same verdict."""
+    """Record it once per reason: every remaining job of a pre-submitted chain reaches the same verdict."""
     if [event.reason for event in run.events(GaveUp)][-1:] != [reason]:
         run.record(GaveUp(reason=reason))
 

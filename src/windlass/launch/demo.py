@@ -143,7 +143,7 @@ class Story:
 
 
 def clear(story: Story) -> None:
-    """Start afresh: an earlier demo is removed, anything else stays and is an error."""
+    """Remove an earlier demo; it is an error if the folder contains anything else."""
     if not story.folder.exists():
         return
     run, hint = Run(story.folder), "choose another folder with --run"
@@ -181,7 +181,7 @@ def measure_core(story: Story) -> float:
 
 
 def command(*arguments: str | Path) -> list[str]:
-    """A windlass command line for a subprocess, with this very interpreter."""
+    """A windlass command line for a subprocess, with the same interpreter."""
     return [sys.executable, "-m", "windlass", *map(str, arguments)]
 
 

@@ -21,13 +21,13 @@ RANK_GRACE_SECONDS = 120
 LOCAL_SELF_CHAIN_LIMIT = 1000
 
 PREAMBLE = """\
-export USER=${USER:-$(id -un)}   # not set where the submitter had none; cache paths and containers need it
-# No `set -e`: how a link ended must be written down even when training failed.
+export USER=${USER:-$(id -un)}   # it may be missing in the job; cache paths and containers need it
+# No `set -e`: the end of the job must be recorded even if training failed.
 set -o pipefail
-# Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
+# Container settings of the submitting shell would be passed on and break the job: remove them.
 for name in $(compgen -v | grep -E "^(SINGULARITY|APPTAINER|SINGULARITYENV|APPTAINERENV)_"); do unset "$name"; done"""
 
-QUESTION = "# Is there anything left to do? This reads the run folder only and answers within seconds."
+QUESTION = "# Is there work left? This only reads the run folder and takes seconds."
 
 BEFORE = f"""\
 answer=$?
@@ -35,17 +35,17 @@ if [ "$answer" -eq {LINK_STOP} ]; then exit 0; fi
 if [ "$answer" -ne 0 ]; then exit "$answer"; fi"""
 
 RENDEZVOUS = """\
-# Where the ranks meet: the first node, and a port from the job id so that two jobs never share one.
+# Address for the ranks: the first node, and a port from the job id, so that two jobs never share one.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)%s
 export MASTER_PORT=$((20000 + SLURM_JOB_ID %% 10000))
-# When this job ends. SLURM before 23.02 does not say, so ask once; training saves in time by it.
+# When this job ends, so that training saves in time. SLURM before 23.02 does not set it: ask once.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %%e)" +%%s 2>/dev/null) && export SLURM_JOB_END_TIME
 fi"""
 
 SIGNALS = """\
 # SLURM sends SIGUSR1 to every rank {lead} before the end ({reason}): the ranks save and stop with code {code}.
-# The trap only notes a SIGTERM, so that this shell lives to write down how the link ended.
+# The trap only notes a SIGTERM, so that this shell stays alive to record how the job ended.
 ended_by=
 trap 'ended_by=TERM' TERM"""
 
@@ -64,16 +64,16 @@ if [ ! -e "$fast/.staged" ]; then
 fi"""
 
 AFTER = """\
-# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code."""
+# Record how the job ended. srun can return 0 after a node failure, so the run folder decides, not the exit code."""
 
 NEXT_LINK = """\
 if [ "$answer" -eq {again} ]; then
-    # The next link. This job's own SLURM_* variables would shape it, so it is submitted without them.
+    # The next job of the chain, submitted without this job's SLURM_* variables, which would change it.
     mark={mark}:after-$SLURM_JOB_ID
     for attempt in 1 2 3; do
         next=$(unset "${{!SLURM_@}}" "${{!SRUN_@}}"; cd {workdir} &&
             sbatch --parsable --comment={comment}"$mark" {script}) && break
-        sleep 20   # the controller may be away for a moment, or its answer was lost after it queued the job
+        sleep 20   # the controller may be unavailable for a moment, or its answer was lost after it queued the job
         next=$(squeue -h --me -t all -o "%i %k" | sed -n "s/^\\([0-9]*\\) .*$mark\\$/\\1/p" | head -n1)
         if [ -n "$next" ]; then break; fi
     done
@@ -140,8 +140,7 @@ def _header(job: BatchJob, cluster: Cluster) -> str:
         [
             "#!/bin/bash -l",
             _comment(
-                f"{job.kind} job of {job.name} on {cluster.title}; written by windlass, which writes it anew at every "
-                "launch."
+                f"{job.kind} job of {job.name} on {cluster.title}; written by windlass, which rewrites it at every launch."
             ),
             *map(_comment, job.about),
         ]
@@ -207,7 +206,7 @@ def _environment(env: JobEnvironment) -> Iterator[str]:
 
 def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
     """`export NAME=value   # reason`; what the recipe sets comes last and wins."""
-    yield "# Environment: each with its reason"
+    yield "# Environment variables, each with its reason"
     if cluster.slurm and cluster.slurm.export_srun_cpus:
         yield _export(
             "SRUN_CPUS_PER_TASK",
@@ -217,20 +216,20 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
     rows: list[tuple[str, str, str]] = []
     if job.cpus_per_task:
         threads = 1 if job.torchrun else job.cpus_per_task
-        rows.append(("OMP_NUM_THREADS", str(threads), "ranks of a node must not fight for cores"))
+        rows.append(("OMP_NUM_THREADS", str(threads), "ranks of a node must not compete for cores"))
     if job.kind in ("train", "doctor", "sweep"):
         rows += [(name, var.value, var.why) for name, var in cluster.env.items()]
     rows += _container_rows(job.environment, cluster)
     # Compiler caches are not set here: a job chain must find its compiled kernels again, so `train.parallelize`
     # keeps them in the user's cache folder. A folder of this job would be empty in the next one.
     reasons = {
-        "WANDB_MODE": "`windlass sync` sends later, from where there is internet",
+        "WANDB_MODE": "`windlass sync` uploads later, from a machine with internet",
         "WANDB_DIR": "tracker files belong to the run folder",
     }
     offline = "nothing is fetched in a job: a hub time-out costs minutes per rank"
     rows += [(name, value, reasons.get(name, offline)) for name, value in job.tracker_env.items()]
     yield from (_export(*row) for row in rows if row[0] not in job.env)
-    origin = "not the memory or home of a node" if job.kind == "image" else "from the recipe"
+    origin = "not the memory or home folder of a node" if job.kind == "image" else "from the recipe"
     yield from (_export(name, value, origin) for name, value in job.env.items())
 
 

@@ -15,7 +15,7 @@ IGNORED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism, sharding and batch division; nothing is left open. The user's wish is
+    """Degrees of parallelism, sharding and batch division; every value is set. The user's request is
     `config.LayoutConfig`."""
 
     tensor: int = 1
@@ -37,7 +37,7 @@ class Layout:
     # interleaved: model chunks per pipeline rank.
     chunks: int = 1
     offload: str = "none"
-    # The wish for gradient reduction under accumulation; `StepSpec.sync` is what follows from it.
+    # The requested gradient reduction under accumulation; `StepSpec.sync` is the result.
     sync: str = "auto"
     # Largest size in bytes of the fp32 gradients that one collective reduces; None: one collective per layer.
     bucket: int | None = None
@@ -65,12 +65,12 @@ class Layout:
 
     @property
     def expert_shard_size(self) -> int:
-        """`shard_size` of the experts: what expert parallelism leaves of it."""
+        """`shard_size` of the experts: the part of it that expert parallelism does not use."""
         return 1 if self.shard == "none" else max(1, self.shard_size * self.tensor // self.expert_split)
 
     @property
     def for_experts(self) -> "Layout":
-        """As the weights of experts see it: divided further, as by tensor parallelism, over fewer replicas."""
+        """The layout of the experts' weights: divided further, as by tensor parallelism, over fewer replicas."""
         return replace(
             self,
             tensor=self.expert_split,
@@ -133,7 +133,7 @@ class Layout:
         )
 
     def describe(self, *, micro_batch: bool = True) -> str:
-        """`hybrid 4, tensor 2, micro_batch 2`: only what differs from the plainest layout."""
+        """`hybrid 4, tensor 2, micro_batch 2`: only what differs from the default layout."""
         parts = [f"{self.shard} {self.shard_size}" if self.is_hybrid else self.shard]
         for axis in AXES:
             if (degree := getattr(self, axis)) > 1:
@@ -183,7 +183,7 @@ class StepSpec:
     moment_tensors: float = 2
     # Precision of these states: fp32, bf16 or int8.
     moments: str = "fp32"
-    # fp32 or bf16 where another engine's row states it; None: the engine's habit.
+    # fp32 or bf16 where another engine's row states it; None: the engine's default.
     gradient_precision: str | None = None
     # Products of the same input run as one (query, key and value; gate and up).
     fused_projections: bool = False
@@ -210,7 +210,7 @@ class StepSpec:
 
     @property
     def flash(self) -> bool:
-        """A fused attention kernel: the square of scores never lies in memory."""
+        """A fused attention kernel: the square of scores is never in memory."""
         return self.attention != "math"
 
     @property

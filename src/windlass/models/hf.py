@@ -115,7 +115,7 @@ class HFModel(DecoderModel):
                 self._initialised = None  # frees the memory of the last one first
                 module = copy.deepcopy(self._templates[unit]).to_empty(device=full.device)
                 for parameter in module.parameters():
-                    parameter.fill_(float("nan"))  # shows what the model's rule leaves alone
+                    parameter.fill_(float("nan"))  # NaN shows what the model's rule does not initialise
                 with torch.random.fork_rng([full.device] if full.is_cuda else []):
                     torch.manual_seed(generator.initial_seed())
                     module.apply(self.net._init_weights)

@@ -57,7 +57,7 @@ class LayerSpec:
         return sum(branch.block.expert_params() for branch in self.branches)
 
     def rank_params(self, layout: Layout) -> float:
-        """That a rank holds before sharding."""
+        """Parameters that a rank holds before sharding."""
         return (self.num_params - self.expert_params) / layout.tensor + self.expert_params / layout.expert_split
 
     @cached_property
@@ -87,10 +87,10 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    total: int  # with the true vocabulary: what a paper prints
-    stored: int  # with the padded vocabulary: what lies in memory and in a checkpoint
+    total: int  # with the true vocabulary, as papers state it
+    stored: int  # with the padded vocabulary, as in memory and in a checkpoint
     body: int  # all layers and the norms outside them
-    active: int  # those that multiply each token: without the input embedding, with the head even where it is tied
+    active: int  # used for each token: without the input embedding, with the head even if it is tied
     terms: dict[str, int]  # by part; sums to `total`
 
 
@@ -147,7 +147,7 @@ class ModelSpec:
 
     @cached_property
     def distinct_layers(self) -> tuple[LayerGroup, ...]:
-        """Each layer once with its number in the model: patterns alternate between few."""
+        """Each distinct layer once, with its number of occurrences in the model."""
         counts = Counter[LayerSpec]()
         for group in self.groups:
             counts[group.layer] += group.count
@@ -155,17 +155,17 @@ class ModelSpec:
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
-        """Of each group, the number of its layer in `distinct_layers`."""
+        """For each group, the index of its layer in `distinct_layers`."""
         numbers = {kind.layer: number for number, kind in enumerate(self.distinct_layers)}
         return tuple(numbers[group.layer] for group in self.groups)
 
     @cached_property
     def expert_params(self) -> int:
-        """That expert parallelism divides."""
+        """Parameters that expert parallelism divides."""
         return sum(group.layer.expert_params * group.count for group in self.groups)
 
     def layers(self) -> Iterator[LayerSpec]:
-        """One by one, first to last."""
+        """All layers, first to last."""
         return (group.layer for group in self.groups for _ in range(group.count))
 
     @cached_property
@@ -185,6 +185,6 @@ class ModelSpec:
         return tuple(dict.fromkeys(size for sizes in divided for size in sizes or ()))
 
     def prices(self, axis: str) -> bool:
-        """The planner knows what this axis costs."""
+        """Whether the planner knows what this axis costs."""
         probe = StepSpec(seq_len=1), Layout()
         return axis != "context" or all(block.context_bytes(*probe) is not None for block in self.blocks)

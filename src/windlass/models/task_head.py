@@ -36,7 +36,7 @@ class TaskHead:
     dropout: float | None = None
 
     def sums(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of what counts, twice: to descend and to report."""
+        """The summed loss of what counts, twice: for the backward pass and for the log."""
         logits = logits.float()
         if self.task in ("classify", "tag", "masked"):
             weight = None if self.class_weights is None else constant(self.class_weights, logits.device)
@@ -87,8 +87,8 @@ class HFTaskModel(HFModel):
 
 
 def tuned_model(recipe: Recipe) -> HFTaskModel | None:
-    """The transformers model with the head for which a run was tuned; None for a model that predicts next tokens. A
-    head that no class of transformers has is refused."""
+    """The transformers model with the head for which a run was tuned; None for a model that predicts next tokens. It
+    is an error if no class of transformers has such a head."""
     tune = recipe.tune
     if tune is None or tune.task in ("chat", "prefer"):
         return None

@@ -1,4 +1,4 @@
-"""What is planned: a recipe and a cluster, reduced once to the numbers that every layout is estimated with."""
+"""The input of the planner: a recipe and a cluster, reduced to the numbers that every estimate uses."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +48,7 @@ class PlanTask:
     model: ModelSpec
     nodes: int
     size: JobSize
-    # Bytes that a program gets of one device.
+    # Usable bytes of one device.
     limit_bytes: float
     grid: Grid
     # Recompute policies that the search may choose from.
@@ -76,7 +76,7 @@ class PlanTask:
     def phases(self, batch_tokens: int) -> list[tuple[float, int]]:
         """(tokens, batch) of each stretch of the run; `batch_tokens` where the recipe has no batch of its own."""
         data, steps = self.recipe.data, self.recipe.train.steps
-        assert steps is not None or data.tokens is not None  # config.check has asked for one of the two
+        assert steps is not None or data.tokens is not None  # config.check requires one of the two
         if not data.batch_ramp:
             return [(float(data.tokens or 0) if steps is None else float(steps * batch_tokens), batch_tokens)]
         phases = batch_phases(self.recipe, data.batch_tokens or batch_tokens)
@@ -158,8 +158,8 @@ def check_nodes(nodes: int, cluster: Cluster) -> None:
 
 
 def _warnings(task: PlanTask) -> list[str]:
-    """In which respects the task is unlike every run that the estimates were compared with, limits of the site, and
-    figures that nobody has verified."""
+    """Warnings: where the task is outside the range of runs that the estimates were compared with, limits of the site,
+    and unverified figures."""
     recipe, cluster, device, total = task.recipe, task.cluster, task.device, task.model.params.total
     (smallest, largest), (shortest, longest) = VALIDATED_PARAMS, VALIDATED_SEQ_LEN
     differences = {

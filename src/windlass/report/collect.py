@@ -43,7 +43,7 @@ from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
 BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollback")
-# Events that are too many or too long for a list.
+# Events that lists leave out: there are too many of them, or they are too long.
 HIDDEN_EVENTS = ("removed", "interval", "expert_loads", "layers")
 SILENT_SECONDS = 120.0
 # What a row of a list is made from: these columns; of a long file lines spread evenly and its tail, with more than the

@@ -53,7 +53,8 @@ class SignalListener:
     code = NONE
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:  # the second Ctrl-C is the kernel's: it ends the process even inside a collective
+        # A second Ctrl-C has its default effect: it ends the process even inside a collective.
+        if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.code = self.code or _CODES[signal.Signals(number)]
 
@@ -63,7 +64,7 @@ listener = SignalListener()
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Handle the signals for a block. Only the main thread may do so; elsewhere they keep their meaning."""
+    """Handle the signals for a block. Only the main thread may do so; in other threads nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -113,7 +114,7 @@ class StopFlag:
             self._group = dist.new_group(backend="gloo")
 
     def measured(self, *, save_seconds: float | None = None, step_seconds: float | None = None) -> None:
-        """Report how long a save and a step take: the lead before the wall-time limit follows."""
+        """Report how long a save and a step take; the lead before the wall-time limit depends on them."""
         self._save_seconds = save_seconds if save_seconds is not None else self._save_seconds
         self._step_seconds = step_seconds if step_seconds is not None else self._step_seconds
 
@@ -176,7 +177,7 @@ class StopFlag:
         return code, bool(save)
 
     def close(self) -> None:
-        """Finish the vote that is still under way."""
+        """Finish the all-reduce that is still in progress."""
         with contextlib.suppress(RuntimeError):  # another rank is gone already
             self._finish_vote()
 

@@ -104,12 +104,12 @@ class Validator:
         if recipe.tune is not None and recipe.tune.task in ("masked", "prefer"):
             # The loss of hidden tokens or of pairs is not the length of a code of the text.
             self.held = [replace(part, bytes_per_token=None) for part in self.held]
-        elif world.is_main:  # the only rank that writes it down
+        elif world.is_main:  # the only rank that records it
             self.held = with_measured_bytes(stream, self.held)
 
     def run(self, stopping: Callable[[], object] = lambda: None) -> Validation | None:
-        """One pass over all sources, the same result on every rank; None when `stopping` said so between batches, or
-        when nothing is held out."""
+        """One pass over all sources, the same result on every rank; None if `stopping` returned a reason between
+        batches, or if nothing is held out."""
         if not self.held:
             return None
         # Of each source: what counts (tokens, targets or pairs), summed loss, further sums of the objective.
@@ -140,7 +140,7 @@ class Validator:
 
 @contextlib.contextmanager
 def without_dropout(modules: Iterable[DecoderModel]) -> Iterator[None]:
-    """Dropout would blur the loss and use up random numbers of training. Our own families have none."""
+    """Dropout would add noise to the loss and consume random numbers of training. Our own families have none."""
     changed = [module for module in modules if module.has_dropout]
     for module in changed:
         module.eval()
@@ -160,7 +160,7 @@ def hold_out(stream: Stream, sequences: int, batch_size: int) -> list[HeldOutSou
     sizes = getattr(getattr(stream, "mixture", None), "windows", None)
     weights = np.ones(len(stream.sources)) if sizes is None else np.asarray(sizes, dtype=np.float64)
     shares = weights / weights.sum()
-    # More than is held out would only repeat the text.
+    # Using more than is held out would only repeat the text.
     sequences = sequences if sizes is None else min(sequences, int(weights.sum()))
     counts = [max(1, round(share * sequences / batch_size)) * batch_size if share else 0 for share in shares]
     # The first sequences of each source, as many as needed or as one pass over the held-out text has.

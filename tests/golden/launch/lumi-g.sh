@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# train job of nine-b on LUMI-G; written by windlass, which writes it anew at every launch.
+# train job of nine-b on LUMI-G; written by windlass, which rewrites it at every launch.
 
 #SBATCH --job-name=nine-b
 #SBATCH --account=project_462000123
@@ -16,20 +16,20 @@
 #SBATCH --no-requeue
 #SBATCH --signal=USR1@300
 
-export USER=${USER:-$(id -un)}   # not set where the submitter had none; cache paths and containers need it
-# No `set -e`: how a link ended must be written down even when training failed.
+export USER=${USER:-$(id -un)}   # it may be missing in the job; cache paths and containers need it
+# No `set -e`: the end of the job must be recorded even if training failed.
 set -o pipefail
-# Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
+# Container settings of the submitting shell would be passed on and break the job: remove them.
 for name in $(compgen -v | grep -E "^(SINGULARITY|APPTAINER|SINGULARITYENV|APPTAINERENV)_"); do unset "$name"; done
 export PROJECT=${PROJECT:-project_462000123}   # names the project's folders
 
 # Python
 source /project/venv/bin/activate
 
-# Environment: each with its reason
-export OMP_NUM_THREADS=7   # ranks of a node must not fight for cores
+# Environment variables, each with its reason
+export OMP_NUM_THREADS=7   # ranks of a node must not compete for cores
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3   # bootstrap over Slingshot, not the management network
-export NCCL_NET_GDR_LEVEL=3   # GPU-direct RDMA: the network cards hang on the GPUs
+export NCCL_NET_GDR_LEVEL=3   # GPU-direct RDMA: the network cards are attached to the GPUs
 export FI_CXI_DEFAULT_CQ_SIZE=131072   # avoids 'Cassini Event Queue overflow' at scale
 export FI_CXI_DISABLE_CQ_HUGETLB=1   # the same
 export CXI_FORK_SAFE=1   # data-loader workers fork
@@ -40,10 +40,10 @@ export PMI_NO_PREINITIALIZE=y   # start-up at 512 nodes and more
 export HF_HUB_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export HF_DATASETS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export TRANSFORMERS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
-export WANDB_MODE=offline   # `windlass sync` sends later, from where there is internet
+export WANDB_MODE=offline   # `windlass sync` uploads later, from a machine with internet
 export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
 
-# Is there anything left to do? This reads the run folder only and answers within seconds.
+# Is there work left? This only reads the run folder and takes seconds.
 windlass link before /project/runs/nine-b
 answer=$?
 if [ "$answer" -eq 10 ]; then exit 0; fi
@@ -59,16 +59,16 @@ fi
 # Folders of this job on every node
 srun --nodes=16 --ntasks=16 --ntasks-per-node=1 install -d -m 700 "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR" || exit 1
 
-# Where the ranks meet: the first node, and a port from the job id so that two jobs never share one.
+# Address for the ranks: the first node, and a port from the job id, so that two jobs never share one.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-# When this job ends. SLURM before 23.02 does not say, so ask once; training saves in time by it.
+# When this job ends, so that training saves in time. SLURM before 23.02 does not set it: ask once.
 if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
     SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) && export SLURM_JOB_END_TIME
 fi
 
 # SLURM sends SIGUSR1 to every rank 5 min before the end (no save has been timed yet): the ranks save and stop with code 75.
-# The trap only notes a SIGTERM, so that this shell lives to write down how the link ended.
+# The trap only notes a SIGTERM, so that this shell stays alive to record how the job ended.
 ended_by=
 trap 'ended_by=TERM' TERM
 srun \
@@ -77,7 +77,7 @@ srun \
     python -m windlass.train.worker /project/runs/nine-b --store "/flash/$PROJECT/windlass/shards"
 code=$?
 
-# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.
+# Record how the job ended. srun can return 0 after a node failure, so the run folder decides, not the exit code.
 windlass link after /project/runs/nine-b --code "$code" --by "${ended_by:-none}"
 answer=$?
 exit "$code"

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from windlass.errors import ConfigError
 
-# Queries of a block when a mask is needed: its mask is all that exists of the square of positions.
+# Queries per block when a mask is needed; only the mask of one block is in memory at a time.
 QUERY_BLOCK = 1024
 
 

@@ -31,7 +31,7 @@ class Experts(Block):
     def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__()
         self.spec, self.activated = spec, gate_function(spec.activation, spec.clamp)
-        # Not a `Linear`: FP8 would blur which experts are chosen.
+        # Not a `Linear`: FP8 rounding would change which experts are chosen.
         self.router = nn.Parameter(torch.empty(spec.count, spec.width))
         self.w1 = nn.Parameter(torch.empty(spec.count, spec.hidden, spec.width))
         self.w2 = nn.Parameter(torch.empty(spec.count, spec.width, spec.hidden))
@@ -129,7 +129,8 @@ class Experts(Block):
 
     @torch.no_grad()
     def move_bias(self, loads: Tensor, is_good: Tensor) -> None:
-        """After a step, by the rows of each expert in the whole batch; nothing where the step was skipped."""
+        """Adjust the bias after a step by the rows of each expert in the whole batch; unchanged if the step was
+        skipped."""
         if self.bias is not None:
             self.bias.add_(self.spec.bias_step * is_good * torch.sign(loads.mean() - loads))
 
@@ -162,7 +163,7 @@ def local_product(layer: Linear, x: Tensor) -> Tensor:
 
 
 def within_best_groups(ranked: Tensor, spec: ExpertsSpec) -> Tensor:
-    """Experts outside a token's best groups are out of the question."""
+    """Exclude experts outside a token's best groups."""
     grouped = ranked.view(len(ranked), spec.groups, -1)
     counted = min(1 if spec.router == "softmax" else 2, grouped.shape[-1])
     best = grouped.topk(counted).values.sum(-1).topk(spec.groups_kept).indices

@@ -44,10 +44,15 @@ class AmdsmiSensor(Sensor):
                 self._handles.append((f"{prefix}{module}", next(counting, next(powered, dies[0]))))
         partial = [m for m in modules if sum(index // per_module == m for index in indexes) < per_module]
         if partial:
-            self.note = f"{len(partial)} of {len(modules)} modules are used in part; their whole energy is counted"
+            self.note = (
+                f"{len(partial)} of {len(modules)} modules are only partly used by this job; their full "
+                "energy is counted"
+            )
         if not self.read():
             self.close()
-            raise SensorMissing(f"AMD SMI shows {len(handles)} devices but neither energy nor power of ours")
+            raise SensorMissing(
+                f"AMD SMI shows {len(handles)} devices, but neither energy nor power of this job's devices"
+            )
 
     def read(self) -> list[Sample]:
         samples = [Sample(part, "device", self._joules(die), self._watts(die)) for part, die in self._handles]

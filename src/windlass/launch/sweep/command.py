@@ -1,4 +1,4 @@
-"""What a point's command says of its job (its own srun call), and mistakes in it that are known before it runs."""
+"""The job that a point's command requests by its own srun call, and mistakes that can be found before it runs."""
 
 import re
 import shlex
@@ -40,7 +40,7 @@ OPTION_LINES = re.compile(r"\(\n\s*(-\S.*)\n\)")
 
 @dataclass(frozen=True, kw_only=True)
 class SrunRequest:
-    """The options of the first srun call; None where it does not say, or only the shell knows."""
+    """The options of the first srun call; None if an option is missing or only the shell can evaluate it."""
 
     nodes: int | None = None
     tasks: int | None = None  # per node
@@ -133,7 +133,7 @@ def check_commands(loaded: LoadedSweep, points: Sequence[SweepPoint], cluster: C
 
 
 def _shell_faults(point: SweepPoint, lines: Sequence[str], line_of: Callable[[str], str]) -> list[Finding]:
-    """Of the first point only: the shell text of the others differs in their values."""
+    """Check the first point only: the commands of the others differ only in their values."""
     argv = point.command(Path("FOLDER"))
     text, findings = " ".join(argv), []
     if OPTION_LINES.search(text):
@@ -162,7 +162,7 @@ def _shell_faults(point: SweepPoint, lines: Sequence[str], line_of: Callable[[st
 
 
 def _shape_faults(point: SweepPoint, request: SrunRequest) -> list[Finding]:
-    """The point's values against its own srun call."""
+    """Differences between the point's values and its own srun call."""
     nodes, devices = place_of(point)
     ranks = nodes * (devices or request.tasks or 1)
     rows = (

@@ -31,7 +31,7 @@ from windlass.runs.faults import record_fault
 from windlass.runs.lock import locked
 
 END_SECONDS = 15.0  # a point that is asked to end gets this long before it is killed
-TABLE_SHARE = 0.05  # of the time that the points take, at most, for writing tables while they run
+TABLE_SHARE = 0.05  # maximum share of the run time for writing tables while points run
 POINT_VARIABLE = "WINDLASS_POINT"  # in the environment of everything a point starts: its folder
 
 
@@ -93,7 +93,7 @@ def run_points(
 
 
 class LiveTables:
-    """The tables that the dashboard follows. With hundreds of short points they get a share of the time only."""
+    """The tables that the dashboard follows. With hundreds of short points they are updated less often."""
 
     def __init__(self, sweep_run: SweepRun) -> None:
         self.sweep_run, self._not_before = sweep_run, 0.0
@@ -137,7 +137,7 @@ def run_point(
         outcome = classify(run, code, log=log, timed_out=timed_out, since=started_at, oom_kills=kills)
         if outcome.outcome == "ok" and results is not None:
             fault = ""
-            if stamp is not None and _stamp(results) == stamp:  # numbers of an earlier run are not its own
+            if stamp is not None and _stamp(results) == stamp:  # the file is from an earlier run
                 fault = f"the results file {results} existed before, and the command did not write it"
             try:
                 read_results(results)
@@ -210,13 +210,13 @@ def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int,
             return process.wait(timeout=point.time_limit), None
         except subprocess.TimeoutExpired:
             return end_group(process), point.time_limit
-        except BaseException:  # Ctrl-C: the point must not live on
+        except BaseException:  # Ctrl-C: the point must not keep running
             end_group(process)
             raise
 
 
 def end_leftovers(folder: Path) -> None:
-    """Kill what still runs of a point after its sweep was killed: it would write into the new try."""
+    """Kill what still runs of a point after its sweep was killed: it would write into the folder of the new attempt."""
     mark = f"{POINT_VARIABLE}={folder.absolute()}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone meanwhile, or of another user

@@ -28,7 +28,7 @@ PROCESS_BYTES = 300e6
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What is known of a point before it runs; None where the planner has no prediction."""
+    """The prediction for a point before it runs; None where the planner has no prediction."""
 
     verdict: str  # fits, oom (more likely than not), illegal or unknown
     reason: str
@@ -70,8 +70,8 @@ class SweepTotal:
 def use_nearest_batches(
     sweep: SweepConfig, points: Sequence[SweepPoint], cluster: str | None = None
 ) -> list[SweepPoint]:
-    """The points; where the sweep asks for it, those whose layout does not divide the batch get the nearest that it
-    divides."""
+    """The points. With adjust_batch, a point whose batch does not divide evenly over its layout gets the nearest batch
+    that does."""
     return [_with_nearest_batch(point, cluster) for point in points] if sweep.adjust_batch else list(points)
 
 
@@ -147,7 +147,7 @@ def expect(
     limit, peak = point.memory_limit, expected.peak_bytes
     if limit is None or peak is None or (chance := oom_chance(peak, limit)) <= (expected.oom_chance or 0.0):
         return expected
-    # A point with a limit of its own is never skipped: whoever sets a limit wants to see it reached.
+    # A point with its own limit is never skipped: the user wants to see what happens at the limit.
     return replace(
         expected,
         verdict="oom" if chance > 0.5 else "fits",

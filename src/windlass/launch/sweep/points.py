@@ -128,7 +128,7 @@ def _label(value: Any) -> Any:
 
 def _names(cells: Sequence[Cell], sweep: SweepConfig) -> list[str]:
     """One name per point: its own, else made from its values. Values of the same text (`x y`, `x/y`) get a number."""
-    # A limit names a point only where it is an axis: it says how the point is run.
+    # A limit is part of the name only if it is an axis.
     included = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
     keys = included | set(axes_of(sweep))
     tails = [key.rsplit(".", 1)[-1] for key in keys]
@@ -149,7 +149,7 @@ def _names(cells: Sequence[Cell], sweep: SweepConfig) -> list[str]:
 
 
 def _identity(value: Any) -> str:
-    """A table is its name: two of one name are a mistake, which the check for equal names finds."""
+    """A table counts by its name; the check for equal point names finds two tables with one name."""
     return json.dumps(_label(value), default=str)
 
 

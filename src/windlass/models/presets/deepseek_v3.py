@@ -39,7 +39,11 @@ PRESET = Preset(
             *deepseek_v2.REQUIREMENTS,
             Requirement(("scoring_func",), ("sigmoid",), "its router's scores are {value}"),
             Requirement(("topk_method",), ("noaux_tc",), "its experts are chosen by {value}"),
-            Requirement(("rope_interleave",), (True,), "its rotary positions turn halves, not neighbours"),
+            Requirement(
+                ("rope_interleave",),
+                (True,),
+                "its rotary positions rotate halves of a head, not neighbouring dimensions",
+            ),
         ),
         left_out=(
             Requirement(

@@ -126,7 +126,7 @@ PRESET = Preset(
             Requirement(("use_conv_bias",), (True,), "its convolutions have no bias"),
             Requirement(("tie_word_embeddings",), (False,), "its embedding is tied"),
             Requirement(("sliding_window",), (), "it attends in a window of {value:,}"),
-            Requirement(("moe_latent_size",), (), "its experts work on {value:,} latent numbers"),
+            Requirement(("moe_latent_size",), (), "its experts work on a latent vector of {value:,} numbers"),
             Requirement(("n_shared_experts",), (1,), "it has {value} shared experts"),
             Requirement(("num_nextn_predict_layers",), (0,), "it predicts {value} further tokens"),
         ),

@@ -34,7 +34,7 @@ PRESET = Preset(
             Requirement(
                 ("mlp_only_layers",),
                 tuple(list(range(count)) for count in range(128)),
-                "dense layers stand behind others ({value})",
+                "some dense layers follow layers with experts ({value})",
             ),
         ),
         weights={**llama.WEIGHTS, **llama.QK_NORM_WEIGHTS, **EXPERT_WEIGHTS},

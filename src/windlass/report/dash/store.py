@@ -19,7 +19,7 @@ from windlass.runs.folder import Run
 from windlass.runs.measured import Numbers
 from windlass.units import print_text
 
-# Files are looked at again at most this often, however many viewers ask.
+# Minimum seconds between two checks of the files, for any number of viewers.
 LOOK_SECONDS = 0.5
 LIST_SECONDS = 5.0
 # A folder of ten thousand runs takes a second to list: at most this share of the time is spent on it.
@@ -91,7 +91,7 @@ class RunView:
 
     def glance(self) -> tuple[RunSummary, list[float | None], RunNotes]:
         """A brief summary, losses and notes for a list, from few lines of the metrics: a list of 500 runs reads no
-        file whole."""
+        file completely."""
         run = self.run
         with self.making:
             stamps = file_stamps(run.metrics_file, run.events_file, run.energy_file, run.config_file, run.notes_file)
@@ -106,7 +106,7 @@ class RunView:
     def series(self, key: str, x: str, points: int, mean: int = 1, span: Span | None = None) -> dict[str, Any]:
         """`x` and `y` to draw; over steps and tokens without the lines that a resume repeated, which are `repeated`.
 
-        `mean`: also the moving mean of so many lines. `span`: only that part of the x axis.
+        `mean`: also the moving mean over this many lines. `span`: only that part of the x axis.
         """
         columns = self.columns()
         return self._thinned(columns.version, columns.is_sample, key, x, points, mean, span)
@@ -130,7 +130,7 @@ class RunView:
 
         curves: dict[str, Any] = curve(is_shown & ~is_repeated, ys)
         if len(repeated := np.nonzero(is_repeated & is_shown)[0]):
-            # The pen is lifted between what one fault lost and what the next did.
+            # The line is interrupted between the steps lost to one fault and those lost to the next.
             parts = np.split(repeated, np.nonzero(np.diff(repeated) > 1)[0] + 1)[-MAX_REPEATED_PARTS:]
             drawn = [thin(xs[part], ys[part], max(10, points // len(parts))) for part in parts]
             curves["repeated"] = {
@@ -166,10 +166,11 @@ class Folder:
             if began - self._listed_at >= self._list_seconds:
                 views = {run.path: self._views.get(run.path) or self._new(run) for run in find_runs(self.root)}
                 if self._views.keys() - views.keys() or not self.runs_version:
-                    self.runs_version = self.rows_version + 1  # a page must forget runs: it gets all rows again
+                    self.runs_version = self.rows_version + 1  # runs have disappeared: the page gets all rows again
                 if views.keys() != self._views.keys() or not views:
                     self._by_name = {}
-                    self._listed = list({view.id: view for view in views.values()}.values())  # a link is no second run
+                    # By id: a link is not a second run.
+                    self._listed = list({view.id: view for view in views.values()}.values())
                     for view in self._listed:
                         # Two folders whose names differ in control characters only look alike: the second has its id.
                         view.name = view.title if view.title not in self._by_name else f"{view.title} {view.id}"
@@ -184,7 +185,7 @@ class Folder:
         return RunView(run, print_text(run.name if relative == "." else relative))
 
     def newest(self, count: int) -> list[RunView]:
-        """Those whose metrics were written last, where there are more than so many."""
+        """At most `count` runs: those whose metrics were written last."""
         views = self.views()
         if len(views) <= count:
             return views
