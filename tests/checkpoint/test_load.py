@@ -125,7 +125,7 @@ def test_a_folder_under_another_steps_name_is_set_aside(run, net) -> None:
     put(run, 1, net())
     shutil.copytree(run.checkpoint(1), run.checkpoint(900))
     latest = find_latest(run)
-    assert latest.step == 1 and "of step 1" in latest.set_aside[0]
+    assert latest.step == 1 and "for step 1" in latest.set_aside[0]
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", files.EXTRA, files.MANIFEST])
