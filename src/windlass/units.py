@@ -30,7 +30,8 @@ _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?$")
 def _amount(value: str | float, units: Mapping[str, float], kind: str, example: str) -> float:
     """A text with a unit, in the base unit; plain numbers pass."""
     if not isinstance(value, str):
-        return float(value) if abs(value) < 1e300 else math.inf  # an integer of hundreds of digits is no float
+        # An integer of hundreds of digits does not fit into a float.
+        return float(value) if abs(value) < 1e300 else math.inf
     match = _NUMBER.match(value)
     if match is None:
         raise ConfigError("units.failed", f"{value!r} is not {kind}", hint=f"write it like {example}")
@@ -202,7 +203,7 @@ def sentence(text: str) -> str:
 
 
 def print_figure(value: float, digits: int = 3) -> str:
-    """So many digits that count, and never an exponent where a person would write the number out: `0.0123`, `14.2`,
+    """`digits` significant digits, without an exponent where a person would write the number out: `0.0123`, `14.2`,
     `1,040`."""
     return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:,.{digits}g}"
 
@@ -233,7 +234,7 @@ def print_text(text: str, *, lines: bool = False) -> str:
 
 
 def divisors(value: int, most: int = 100_000) -> list[int]:
-    """Up to `most`: a damaged file may hold any number."""
+    """The divisors of a number; only up to `most`, because a damaged file may contain any number."""
     return [d for d in range(1, min(value, most) + 1) if value % d == 0]
 
 

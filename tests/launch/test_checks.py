@@ -89,7 +89,7 @@ def test_a_short_job_is_warned_that_the_signal_may_come_too_early(make_recipe):
 
 def test_a_disk_that_only_some_nodes_have(make_recipe):
     result = findings(make_recipe(cluster="snellius-h100", launch={"stage_data": True}))
-    assert [f.hint for f in result if f.rule == "local_disk"] == ["launch.sbatch.constraint=scratch-node"]
+    assert [f.hint for f in result if f.rule == "local_disk"] == ["set launch.sbatch.constraint=scratch-node"]
     asked = make_recipe(cluster="snellius-h100", launch={"stage_data": True, "sbatch": {"constraint": "scratch-node"}})
     assert not [f for f in findings(asked) if f.rule == "local_disk"]
 

@@ -45,7 +45,7 @@ class PartEnergy:
 
     @property
     def seconds(self) -> float:
-        """How long it was read: the time of a sensor that fails or stands still does not go on."""
+        """Time over which it was read; time in which a sensor fails or does not change is not counted."""
         return 0.0 if self.started_at is None else self._last_at - self.started_at
 
     @property

@@ -31,7 +31,7 @@ def structure(model: ModelConfig) -> dict[str, Any]:
     )
     if model.experts is not None:
         experts = model.experts.model_dump(exclude={"balance_weight", "bias_step", "z_loss"})
-        # A loss leaves nothing behind in the model.
+        # Losses are not part of the model.
         experts["balance"] = "bias" if model.experts.bias_strength else "loss"
     dotted = {"experts": experts, "mamba": mamba}
     return values | {f"{table}.{key}": value for table, keys in dotted.items() for key, value in keys.items()}
@@ -107,7 +107,7 @@ class HFFormat:
     older_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # model_type (its beginning) -> parameter name in transformers -> name in published folders.
     left_out: tuple[Requirement, ...] = ()
-    # Parts of a folder that an import says it leaves out.
+    # Parts of a folder that an import leaves out, with a message.
 
     def hf_name(self, name: str) -> str | None:
         """Name in the folder of one of our parameters; None when the folder has no such weight."""

@@ -178,7 +178,7 @@ class Columns:
             return [k for k in METRICS if k in self._data] + sorted(k for k in self._data if k not in METRICS)
 
     def snapshot(self) -> Columns:
-        """The columns of this moment, all of one length, while another thread reads on."""
+        """The columns of this moment, all of one length, while another thread continues to read."""
         copy = Columns(self.path)
         with self._lock:
             copy._data = {key: [self.get(key)] for key in self._data}
@@ -193,7 +193,7 @@ def is_number(value: object) -> bool:
 def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[float | None]]:
     """At most about `points` pairs that keep each bucket's lowest and highest y.
 
-    Where x goes back (a resume repeats steps) a y of None lifts the pen.
+    Where x goes back (a resume repeats steps) a y of None interrupts the line.
     """
     is_known = ~np.isnan(y) & ~np.isnan(x)
     x, y = x[is_known], y[is_known]
@@ -214,7 +214,8 @@ def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[
 
 
 def superseded(steps: Numbers) -> npt.NDArray[np.bool_]:
-    """Lines whose step a later line does again after a resume. Two lines of one step in a row are no such thing."""
+    """Lines whose step a later line does again after a resume. Two consecutive lines of one step do not count as
+    such."""
     this, later, lowest_later = steps[:-1], steps[1:], np.minimum.accumulate(steps[::-1])[::-1][1:]
     is_repeated = np.zeros(len(steps), bool)
     at = np.nonzero((lowest_later < this) | ((lowest_later == this) & (later != this)))[0]
@@ -225,7 +226,7 @@ def superseded(steps: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def moving_mean(values: Numbers, lines: int) -> Numbers:
-    """The mean of so many lines around each; towards both ends of fewer, as many on one side as on the other."""
+    """The mean of `lines` lines around each line; fewer near both ends, but always as many before as after it."""
     sums = np.insert(np.cumsum(np.where(np.abs(values) < MAX_SMOOTHED, values, 0.0)), 0, 0.0)
     at = np.arange(len(values))
     half = np.minimum(np.minimum(at, at[::-1]), lines // 2)

@@ -28,7 +28,7 @@ NEGLIGIBLE = 0.001
 
 
 def silence(summary: RunSummary, now: float | None = None) -> float | None:
-    """Seconds without a line, when a run that should be going has written none for too long."""
+    """Seconds without a new line, if a run that should be training has written none for too long."""
     if summary.status != "running" or summary.updated_at is None:
         return None
     quiet = (time.time() if now is None else now) - summary.updated_at

@@ -21,7 +21,7 @@ from windlass.train.validate import Validation
 
 
 class Checkpointing:
-    """Owns everything that a checkpoint depends on beside the training parts themselves."""
+    """Owns everything that a checkpoint depends on, apart from the training parts themselves."""
 
     def __init__(self, training: Training, recorder: Recorder, stop: StopFlag) -> None:
         self.training, self.recorder, self.stop = training, recorder, stop
@@ -105,7 +105,7 @@ class Checkpointing:
         return best.step, best.tokens or 0
 
     def roll_back(self, reason: str) -> None:
-        """Too many skipped steps: fail, or go back once to an earlier checkpoint and leave the range of data out."""
+        """After too many skipped steps: fail, or return once to an earlier checkpoint and skip that range of data."""
         training, progress = self.training, self.training.progress
         if not training.recipe.train.rollback or self.rolled_back:
             hint = "check the data of these steps and the learning rate; train.rollback = true skips this range once"
@@ -169,7 +169,7 @@ class Checkpointing:
         return value if value is not None and math.isfinite(value) else None
 
     def save_if_due(self, agreed: bool, hooks: Sequence[Hook]) -> None:
-        """The one place where checkpoints of the loop begin."""
+        """The only place where the loop starts a checkpoint."""
         self._check_finished(self.saver.poll())
         training, save, loss = self.training, self.training.recipe.save, self.metric()
         # Weights that were just validated and belong to the best are saved whatever the interval says.
@@ -232,7 +232,7 @@ class Checkpointing:
         )
 
     def announce_interval(self, step_seconds: float | None) -> None:
-        """Say what save.every = "auto" chose, once step times are known."""
+        """Print what save.every = "auto" chose, once step times are known."""
         choice = self.timer.choice
         if choice is None or choice is self._announced or step_seconds is None:
             return

@@ -82,7 +82,7 @@ def test_the_printed_forms_are_reported_with_line_and_repair(form, rules):
     assert {rule: f.message.split(":")[0] for rule, f in result.items()} == rules
     assert "ranks 0 and 1 share cores 49-55" in result["masks"].message and LUMI in result["masks"].hint
     if form == "indented":
-        assert result["arithmetic"].hint.startswith("--gpus $((${item.device_cfg.num_gpus}*")
+        assert result["arithmetic"].hint.startswith("write --gpus $((${item.device_cfg.num_gpus}*")
         assert "`-t 24:00:00` and 16 more" in result["lines"].message
 
 
