@@ -276,6 +276,11 @@ def test_a_run_of_damaged_checkpoints_names_them(run, net) -> None:
     ):
         assert part in error.value.message
     assert run.checkpoint(1).is_dir() and run.checkpoint(2).is_dir()  # nothing is renamed
+    for folder in run.checkpoints.iterdir():
+        shutil.rmtree(folder)
+    with pytest.raises(CheckpointError) as error:
+        weights_source(run.path)
+    assert error.value.code == "checkpoint.gone" and "step 3" in error.value.message
 
 
 def test_a_cut_off_safetensors_file_is_named(net, tmp_path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.data.helpers import refused
+from tests.untrusted import Canary
 
 from windlass.config import DataConfig
 from windlass.data.store import open_store
@@ -86,6 +87,18 @@ def test_olmo(tmp_path: Path, width: int) -> None:
     file.with_suffix(".csv.gz").unlink()
     with refused("data.token-width-unknown", "part-0.csv.gz"):
         open_store(tmp_path / "o")
+    good = gzip.compress(b"0,3,x\n3,9,y\n")
+    for content in (
+        b"",
+        b"plain",
+        good[:-9],
+        good[:12] + b"\xff\xff" + good[14:],
+        gzip.compress(b"0\n"),
+        gzip.compress(b"\xff,\xff"),
+    ):
+        file.with_suffix(".csv.gz").write_bytes(content)
+        with refused("data.store-file-cut"):
+            open_store(tmp_path / "o")
 
 
 def test_real_npy_files_are_read_too(tmp_path: Path) -> None:
@@ -95,6 +108,16 @@ def test_real_npy_files_are_read_too(tmp_path: Path) -> None:
     np.save(tmp_path / "n" / "a.npy", np.zeros((2, 2)))
     with refused("data.token-array-invalid", "(2, 2)"):
         open_store(tmp_path / "n")
+    np.save(tmp_path / "n" / "a.npy", np.array([Canary(tmp_path / "canary")]), allow_pickle=True)
+    with refused("data.token-array-invalid", "a.npy"):
+        open_store(tmp_path / "n")
+    np.save(tmp_path / "n" / "a.npy", np.array(FLAT, dtype=np.uint32))
+    content = (tmp_path / "n" / "a.npy").read_bytes()
+    for size in (8, 100, len(content) - 1):
+        (tmp_path / "n" / "a.npy").write_bytes(content[:size])
+        with refused("data.token-array-invalid", "a.npy"):
+            open_store(tmp_path / "n")
+    assert not (tmp_path / "canary").exists()
 
 
 def test_something_else(tmp_path: Path) -> None:

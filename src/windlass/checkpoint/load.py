@@ -225,6 +225,7 @@ def weights_source(path: Path | str) -> Path:
                 f"the run {folder} has no complete checkpoint; {len(problems)} are damaged: {'; '.join(problems[-3:])}",
                 hint="copy the run again, or name another run",
             )
+        report_missing(run, None)
         raise CheckpointError(
             "checkpoint.none-finished",
             f"the run {folder} has no finished checkpoint",

@@ -16,6 +16,7 @@ import gzip
 import mmap
 import os
 import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -366,7 +367,12 @@ def open_olmo_shard(file: Path) -> Shard:
     with file.open("rb") as opened:
         has_header = opened.read(6) == b"\x93NUMPY"
     if has_header:
-        array: Any = np.load(file, mmap_mode="r")
+        try:
+            array: Any = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OverflowError) as error:
+            raise DataError(
+                "data.token-array-invalid", f"{file} is damaged: {error}", hint="copy the file again"
+            ) from None
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise DataError(
                 "data.token-array-invalid",
@@ -381,7 +387,10 @@ def open_olmo_shard(file: Path) -> Shard:
             hint="OLMo's metadata file gives the number of bytes per token: copy it too",
         )
     tokens = documents = 0
-    with gzip.open(listing, "rt") as lines:
-        for line in lines:
-            tokens, documents = int(line.split(",", 2)[1]), documents + 1
+    try:
+        with gzip.open(listing, "rt") as lines:
+            for line in lines:
+                tokens, documents = int(line.split(",", 2)[1]), documents + 1
+    except (ValueError, IndexError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError("data.store-file-cut", f"{listing} is damaged: {error}", hint="copy the file again") from None
     return Shard(file, tokens, _dtype_by_size(file, tokens), documents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def test_lines_lists_tables_and_nested_parts_of_a_matrix(here):
     assert set(run_all(work_of(here / "dvc.yaml")).values()) == {"ok"}
     assert (here / "conf0.txt").read_text() == "--layers 2 --deep.x 7 8\n8 {brace}\n"
     assert (here / "conf1.txt").read_text() == "--layers 3 --deep.x 9 9 --deep.fast --deep.word two words\n9 {brace}\n"
+
+
+def test_hostile_values_in_the_folder_of_a_stage_are_not_executed(here):
+    """Values in `cmd` are shell text, as in DVC; a folder's name is a name."""
+    values = ["a b", "$(touch canary)", "`touch canary`", ";touch canary", "x'; touch canary; '", '"; touch canary; "']
+    for value in values:
+        (here / f"in{value}").mkdir()
+    (here / "dvc.yaml").write_text(
+        "stages:\n  a:\n    matrix:\n      v: " + json.dumps(values) + "\n    wdir: in${item.v}\n    cmd: touch here\n"
+    )
+    assert set(run_all(work_of(here / "dvc.yaml")).values()) == {"ok"}
+    assert all((here / f"in{value}" / "here").is_file() for value in values)
+    assert not list(here.rglob("canary"))
 
 
 def test_a_line_that_fails_ends_the_point(here):

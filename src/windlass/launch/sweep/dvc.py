@@ -101,13 +101,15 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
     calls = [_as_template(str(line), matrix, origin) for line in lines if str(line).strip()]
     calls = calls if len(calls) == 1 else [f"(\n{call}\n)" for call in calls]
     start = os.path.normpath(_as_template(str(folder), matrix, origin))
-    shell = " && ".join(calls if start == "." else [f"cd {shlex.quote(start)}", *calls])
+    # The folder is an argument of the shell: a quote in a value of its name must not end the name.
+    argv = ["bash", "-c", " && ".join(calls)]
+    argv = argv if start == "." else ["bash", "-c", " && ".join(['cd -- "$1"', *calls]), "bash", start]
     # The first metrics file is where a stage leaves its numbers.
     first = next(iter(stage.get("metrics") or []), None)
     results = next(iter(first)) if isinstance(first, Mapping) else first
     raw = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-") or "stage",
-        "command": shlex.join(["bash", "-c", shell]),
+        "command": shlex.join(argv),
         "matrix": {str(key): _axis(str(key), axis) for key, axis in matrix.items()},
         "results": results and "./" + _as_template(os.path.normpath(folder / str(results)), matrix, origin),
     }
