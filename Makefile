@@ -13,9 +13,9 @@ help:
 	@echo "make demo        run a small project on this machine's CPU; writes runs/demo/report.html"
 	@echo "make test        format, lint, types, import contracts, all tests except slow ones"
 	@echo "make test-all    the same with slow tests"
-	@echo "make unit        fast tests only (about a minute)"
+	@echo "make unit        fast tests only (about two minutes)"
 	@echo "make lint        static checks only"
-	@echo "make test-bench  tests of the code in benchmarks/ (published runs, memory trace)"
+	@echo "make test-bench  only the tests of the code in benchmarks/ (published runs, memory trace)"
 	@echo "make bench       CPU benchmarks; writes benchmarks/results"
 	@echo "make docs        build the documentation site in site/"
 
@@ -38,10 +38,10 @@ demo: $(READY)
 
 # Three workers: the one with the SLURM tests mostly waits for the scheduler.
 test: lint
-	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu and not slow"
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu and not slow" tests benchmarks/tests
 
 test-all: lint
-	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu" tests benchmarks/tests
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -172,7 +172,7 @@ def train(
     recipe, recorder = recipe_of(name, shape, store, asked), Recorder()
     job = open_training(recipe, folder, print)
     checkpoints = Checkpointing(job, recorder, StopFlag(run, recipe.save, rank=0, world_size=1))
-    loop.announce(job, checkpoints, None)
+    loop.announce(job, checkpoints, None, 0.0)
     with attention_kernel(recipe.train.attention, job.world.device):
         recorder.on_start(job)
         loop.run_steps(job, checkpoints, [recorder])

@@ -73,7 +73,7 @@ def _attention_back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, ...]:
 _attention.register_autograd(_attention_back, setup_context=_attention_keeps)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     out: Tensor = _attention(q, k, v)[0]
     return out
 
@@ -236,7 +236,7 @@ def compiled_blocks(recipe: Recipe, step: StepSpec) -> Iterator[None]:
     selective = partial(_fused_selective, _products(recipe, step))
     changes: list[tuple[Any, str, Any]] = [
         (float8, "local_product", _narrow_product),
-        (norm.RmsNorm, "forward", _fused_norm),
+        (norm.Norm, "forward", _fused_norm),
         (mlp.Mlp, "forward", _fused_feed_forward),
         (attention, "rotate", _fused_rotation),
         (retention, "rotate_every_two", _fused_rotation),

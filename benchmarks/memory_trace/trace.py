@@ -325,16 +325,17 @@ def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
         dtype = torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
         return torch.empty(rows, time_ // world.layout.tensor, recipe.model.width, dtype=dtype, requires_grad=True)
 
-    def make(module: Any, number: int, total: int, device: torch.device, group: Any) -> Any:
-        first = torch.zeros(rows, time_, dtype=torch.long) if number == 0 else between()
-        last = torch.zeros(2, requires_grad=True) if number == total - 1 else between()
-        return real(module, number, total, device, input_args=(first,), output_args=(last,), group=group)
+    class StaticStage(real):
+        def __init__(self, module: Any, number: int, total: int, device: torch.device, group: Any) -> None:
+            first = torch.zeros(rows, time_, dtype=torch.long) if number == 0 else between()
+            last = torch.zeros(2, requires_grad=True) if number == total - 1 else between()
+            super().__init__(module, number, total, device, input_args=(first,), output_args=(last,), group=group)
 
     def static_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
         for stage in stages:
             stage._inference_mode = schedules.InferenceMode.STATIC
 
-    stack.enter_context(mock.patch.object(pipelining, "PipelineStage", make))
+    stack.enter_context(mock.patch.object(pipelining, "PipelineStage", StaticStage))
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 and later ask the neighbours
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", static_shapes))
     return stack
