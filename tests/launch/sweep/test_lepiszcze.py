@@ -114,7 +114,9 @@ def test_two_points_killed_and_continued(here: Path) -> None:
     file = write_matrix(here, "two", ["models/one", "models/two"], ["cdsc_e"], [64], [1], seeds=1)
     process, outcomes = start(here, file, "runs/two"), here / "runs" / "two" / "outcomes.jsonl"
     deadline = time.monotonic() + 300
-    while not outcomes.is_file() and time.monotonic() < deadline and process.poll() is None:
+    # The file exists a moment before its first line does.
+    while not (outcomes.is_file() and outcomes.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
