@@ -32,21 +32,14 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="Sweep file (TOML), or a dvc.yaml with a matrix stage.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="With a sweep of a command: keys for its jobs, such as launch.account=NAME.", metavar="KEY=VALUE"
-        ),
+        typer.Argument(help="Keys for the jobs of a command, such as launch.account=NAME.", metavar="KEY=VALUE"),
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Show the points and predictions, with --slurm also every job script; run nothing."
-        ),
+        bool, typer.Option("--dry-run", help="Show points, predictions and (--slurm) job scripts; run nothing.")
     ] = False,
     cluster: Annotated[str | None, typer.Option(help="Predict for this cluster instead of the recipe's.")] = None,
     run: Annotated[Path | None, typer.Option("--run", help="Sweep folder (default: runs/<name>).")] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Repeat the points with these outcomes: oom,fail,timeout,...")
-    ] = None,
+    only: Annotated[str | None, typer.Option(help="Repeat points with these outcomes: oom,fail,timeout,...")] = None,
     point: Annotated[list[str] | None, typer.Option("--point", help="Run only this point (repeatable).")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also run points predicted to run out of memory.")] = False,
     report: Annotated[
