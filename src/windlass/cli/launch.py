@@ -46,10 +46,7 @@ def launch(
     nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes instead of the recipe's.")] = None,
     chain: Annotated[
         str | None,
-        typer.Option(
-            "--chain",
-            help="K: submit K jobs, each of which starts after the one before. self: each job submits the next.",
-        ),
+        typer.Option("--chain", help="K: submit K jobs that run one after another. self: each job submits the next."),
     ] = None,
     run: NewRunOption = None,
     dry_run: Annotated[
@@ -60,8 +57,7 @@ def launch(
     devices: Annotated[int | None, typer.Option("--devices", help="With --local: number of devices.")] = None,
     after: AfterOption = None,
     pretokenize: Annotated[
-        Path | None,
-        typer.Option("--pretokenize", help="Data file to tokenize first, in a CPU job; training starts after it."),
+        Path | None, typer.Option("--pretokenize", help="Data file to tokenize in a CPU job before training.")
     ] = None,
     array: Annotated[int, typer.Option("--array", help="With --pretokenize: number of array tasks.")] = 8,
     sbatch: Annotated[
