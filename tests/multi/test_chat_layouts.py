@@ -13,7 +13,7 @@ from tests.train.chat_store import make_store, recipe_table
 from tests.train.helpers import build, new_run, steps
 
 from windlass.config import Recipe
-from windlass.train.preference import attach_references, prefers
+from windlass.train.preference import attach_references
 
 Curve = list[tuple[float, float]]
 CHAT, LORA = {"task": "chat"}, {"task": "chat", "lora": {"rank": 4, "alpha": 8.0}}
@@ -37,11 +37,11 @@ def train(folder: str, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> li
     curves = []
     for number, (tune, layout) in enumerate(cases):
         training = build(recipe(folder, tune, layout))
-        if prefers(training.recipe):
+        if training.recipe.task == "prefer":
             training = replace(training, run=new_run(Path(folder, f"run-{training.world.size}-{number}")))
             attach_references(training)
         curves.append(steps(training, 4))
-        if prefers(training.recipe):
+        if training.recipe.task == "prefer":
             scores = training.validator.run()
             curves[-1] += [(scores.overall.loss, scores.scores["reward_margin"])]
     return curves

@@ -303,8 +303,7 @@ def read_weight_files(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_pickled(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pytorch_model.bin, the only form in which older models (HerBERT) are published. Nothing in the
-    file is run."""
+    """The tensors of a pytorch_model.bin, the form of older models. No code in the file is run."""
     try:
         # Files written before torch 1.6 are not archives and cannot be mapped.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -321,7 +320,7 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
 
 
 def current_name(name: str) -> str:
-    """Layer norms of models that were converted from TensorFlow (bert-base-cased) have TensorFlow's names."""
+    """Layer norms of older encoders have the names that TensorFlow gave them."""
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -318,7 +318,7 @@ def check(recipe: Recipe) -> None:
     for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
         if secret := find_secret(f"{value}"):
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
-    counts_epochs = recipe.tune is not None and recipe.tune.task != "masked"
+    counts_epochs = recipe.task not in (None, "masked")
     if data.store == "":
         problems.append("data.store: empty; name a token store, or remove the key to train on synthetic tokens")
     if data.tokens is None and recipe.train.steps is None and not counts_epochs:
@@ -336,7 +336,7 @@ def check(recipe: Recipe) -> None:
     is_loss = recipe.save.metric == "loss" or recipe.save.metric.startswith("val_loss")
     if not is_loss and (recipe.tune is None or not recipe.tune.reads_examples):
         problems.append(f"save.metric ({recipe.save.metric}): only available for fine-tuning on examples; use val_loss")
-    if recipe.tune is not None and recipe.tune.task == "masked":
+    if recipe.task == "masked":
         refused = {"train.engine": train.engine != "native", "train.goldfish_k": train.goldfish_k}
         problems += [
             f'{key}: not supported with tune.task = "masked"; remove it' for key, is_set in refused.items() if is_set

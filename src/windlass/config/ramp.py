@@ -58,7 +58,7 @@ def run_length(recipe: Recipe, batch_tokens: int | None = None) -> tuple[int, in
 def planned_tokens(recipe: Recipe, step: int | None, tokens: float | None) -> int | None:
     """What the run is to train on; None where the batch depends on the number of devices. Texts of fine-tuning are not
     filled to seq_len: their tokens are expected from those of the steps so far."""
-    if recipe.tune is not None and recipe.tune.reads_examples:
+    if recipe.reads_examples:
         if recipe.train.steps is None or not step or tokens is None:
             return None
         return round(tokens * recipe.train.steps / step)

@@ -255,6 +255,16 @@ class Recipe(Table):
     trackers: TrackersConfig = Field(default_factory=TrackersConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
+    @property
+    def task(self) -> str | None:
+        """What the model is fine-tuned for; None: the run pre-trains."""
+        return None if self.tune is None else self.tune.task
+
+    @property
+    def reads_examples(self) -> bool:
+        """Fine-tuning on files of labelled examples, not on a token store."""
+        return self.tune is not None and self.tune.reads_examples
+
 
 def recipe_schema() -> dict[str, Any]:
     """JSON schema of a recipe. The names of Hugging Face's config.json are keys of [model] as well."""

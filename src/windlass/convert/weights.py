@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from windlass.checkpoint.files import MANIFEST
 from windlass.checkpoint.load import (
     ADAPTER,
+    DAMAGED_HINT,
     PICKLED,
     current_name,
     read_adapter,
@@ -113,7 +114,7 @@ def open_weights(folder: Path) -> StoredWeights:
             raise CheckpointError(
                 "convert.weights-unreadable",
                 f"{part} cannot be read: {error}",
-                hint="copy the file again: it is truncated or damaged",
+                hint=DAMAGED_HINT,
             ) from None
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             slice_ = file.get_slice(name)

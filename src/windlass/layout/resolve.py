@@ -101,7 +101,7 @@ def resolve_step(
     tokens = layout.micro_batch * data.seq_len // layout.context
     # DeepSpeed's hooks break the graphs. Batches of examples have many widths: compiling them took longer than it
     # saved.
-    compiles = gpu and train.engine != "deepspeed" and not (recipe.tune is not None and recipe.tune.reads_examples)
+    compiles = gpu and train.engine != "deepspeed" and not recipe.reads_examples
     loss = "plain" if model.foreign else choose_loss(train.loss, model.embedding.rows, tokens, layout.tensor)[0]
     return StepSpec(
         seq_len=data.seq_len,

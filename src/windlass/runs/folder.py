@@ -54,6 +54,9 @@ class Run:
     manifest_file = _InFolder("manifest.json")
     # Identity of the token store: sizes and checksums of its files, see data/identity.py.
     store_file = _InFolder("store.json")
+    # Scores of preference pairs by the starting model, see train/preference.py.
+    reference_file = _InFolder("reference.npy")
+    held_out_reference_file = _InFolder("reference-validation.npy")
     jobs_file = _InFolder("jobs.jsonl")
     metrics_file = _InFolder("metrics.jsonl")
     events_file = _InFolder("events.jsonl")

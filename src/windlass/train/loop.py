@@ -40,7 +40,7 @@ from windlass.train.interval import process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
-from windlass.train.preference import attach_references, check_preference, prefers
+from windlass.train.preference import attach_references, check_preference
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
 from windlass.train.step import Stepper
@@ -52,7 +52,6 @@ from windlass.train.tuning import (
     example_plan,
     longest_batch,
     record_test,
-    tunes_examples,
 )
 from windlass.train.validate import Validator, open_validator
 from windlass.train.watchdog import Heartbeat
@@ -135,7 +134,7 @@ def build(
     world = open_world(start.layout, place, start.device, max(600.0, 4 * recipe.train.watchdog_seconds))
     if world.cuda or start.step.compile:
         set_compile_cache()
-    examples = ExampleStream(recipe) if tunes_examples(recipe) else None
+    examples = ExampleStream(recipe) if recipe.reads_examples else None
     plan = batch_plan(recipe, start.layout) if examples is None else example_plan(recipe, start.layout, examples.order)
     # model
     spec = model_spec(recipe.model)
@@ -155,9 +154,9 @@ def build(
     # data
     stream = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
-    if prefers(recipe):
+    if recipe.task == "prefer":
         check_preference(recipe, cast(StoreStream, stream), world)
-    elif recipe.tune is not None and recipe.tune.task == "chat":
+    elif recipe.task == "chat":
         refuse_pairs(recipe.data)  # the store may not have been there when the run was created
     if examples is not None:
         validator: ExampleValidator | Validator | None = ExampleValidator(examples, world, parts)
@@ -307,7 +306,7 @@ def check_precision(recipe: Recipe, world: World) -> None:
 
 def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
-    if prefers(training.recipe):
+    if training.recipe.task == "prefer":
         attach_references(training)
     plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
     training.say(saver.prepare(state))
@@ -334,7 +333,7 @@ def trial_step(training: Training) -> str:
     predicted = memory(training.spec, training.start.step, layout).allocated
     if isinstance(training.stream, ExampleStream):
         batch = longest_batch(training.stream, plan, training.world)
-    elif prefers(training.recipe):
+    elif training.recipe.task == "prefer":
         batches = open_batches(training)
         batch = next(batches)
         batches.close()

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -21,7 +20,7 @@ from windlass.blocks.attention.kernels import attention_core
 from windlass.blocks.divide import Meshes
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
-from windlass.blocks.head.parallel import parallel_logits, parallel_loss
+from windlass.blocks.head.parallel import parallel_loss
 from windlass.blocks.head.preference import preference_loss
 from windlass.blocks.head.spec import choose_loss
 from windlass.blocks.initial_values import local_tensor
@@ -85,8 +84,8 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
         module.resets_positions = recipe.data.reset_positions
         if world.layout.context > 1:
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
-        set_loss(module, recipe, step, world, parts.notes)
         divide_blocks(module, world)
+        set_loss(module, recipe, step, world, parts.notes)
         if recipe.tune is not None and recipe.tune.lora is not None:
             parts.notes.append(add_adapters(module, recipe.tune.lora))
         if step.precision == "fp8":
@@ -122,7 +121,7 @@ def split_stages(model: DecoderModel, world: World) -> ModelParts:
 
 
 def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World, notes: list[str]) -> None:
-    """Give the head its loss function."""
+    """Give the head its loss function. Call it after `divide_blocks`, which divides the logits."""
     if not module.divisible:  # a Hugging Face model has its own head and returns full logits
         assert isinstance(module, HFModel)
         module.z_loss = step.z_loss
@@ -131,8 +130,8 @@ def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World,
         return
     mesh, objective = world.block_meshes.tensor, recipe.train.objective
     if recipe.tune is not None and recipe.tune.task == "prefer":
-        logits = F.linear if mesh is None else partial(parallel_logits, mesh=mesh)
-        module.head.loss = partial(preference_loss, beta=recipe.tune.beta, chunk=step.loss_chunk, logits=logits)
+        beta, logits = recipe.tune.beta, module.head.logits
+        module.head.loss = partial(preference_loss, beta=beta, chunk=step.loss_chunk, logits=logits)
         notes.append(f"loss: preference of answers (DPO, beta {recipe.tune.beta:g})")
         return
     if mesh is None:
@@ -199,7 +198,7 @@ def compile_layers(module: DecoderModel, recipe: Recipe, step: StepSpec, world: 
     # Dynamic shapes cost speed. A layer sees one shape in training and one in evaluation, but batches of examples are
     # as wide as their longest text. The rows that experts exchange are of any number; the exchange itself cuts the
     # graph.
-    dynamic = recipe.tune is not None and recipe.tune.reads_examples
+    dynamic = recipe.reads_examples
     for layer in module.layer_modules():
         parts = [layer]
         if exchanges and step.recompute == "full" and isinstance(layer, Layer):

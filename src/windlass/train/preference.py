@@ -20,13 +20,8 @@ from windlass.train.mesh import World
 from windlass.train.targets import TargetMaker
 from windlass.train.validate import Validator, without_dropout
 
-REFERENCE_FILE, HELD_OUT_FILE = "reference.npy", "reference-validation.npy"
 # Chosen minus rejected log-probability of every pair.
 Margins = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def prefers(recipe: Recipe) -> bool:
-    return recipe.tune is not None and recipe.tune.task == "prefer"
 
 
 def check_preference(recipe: Recipe, stream: StoreStream, world: World) -> None:
@@ -56,9 +51,9 @@ def check_preference(recipe: Recipe, stream: StoreStream, world: World) -> None:
 
 def attach_references(training: Training) -> None:
     """Give the streams of training and validation the reference of every pair."""
-    stream, validator, path = training.stream, training.validator, training.run.path / HELD_OUT_FILE
+    stream, validator, path = training.stream, training.validator, training.run.held_out_reference_file
     assert isinstance(stream, StoreStream)
-    training.say(attach_reference(training, stream, training.run.path / REFERENCE_FILE))
+    training.say(attach_reference(training, stream, training.run.reference_file))
     if not isinstance(validator, Validator):
         return
     assert isinstance(validator.stream, StoreStream)
@@ -118,7 +113,7 @@ def read_reference(path: Path) -> Margins:
         raise CheckpointError(
             "tune.reference-damaged",
             f"{path} is damaged ({error}): the starting model's scores of the pairs are unknown",
-            hint="restore the file, or begin a new run; before the first step, delete it and it is computed again",
+            hint="restore the file, or start a new run; before the first step, delete it and it is computed again",
         ) from None
     return margins
 

@@ -74,7 +74,7 @@ class Stepper:
         # Of a sum over tokens in the loss; set for each batch.
         self.scale: float | Tensor = 1.0 / plan.tokens_per_step
         self.targets = TargetMaker(recipe, world, parts.modules[0].vocab)
-        self.further = FURTHER_MEANS if recipe.tune is not None and recipe.tune.task == "prefer" else ()
+        self.further = FURTHER_MEANS if recipe.task == "prefer" else ()
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
         # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
@@ -105,7 +105,7 @@ class Stepper:
             if reason is None:
                 self.replayed = Replayed(self._passes_and_gradients)
                 optimizer.replay_updates(keep_gradients=False)
-        elif recipe.tune is not None and recipe.tune.reads_examples and world.size == 1:
+        elif recipe.reads_examples and world.size == 1:
             # Passes over a few short texts end before the host has launched the updates of two hundred tensors.
             optimizer.replay_updates(keep_gradients=True)
             if optimizer.keep_gradients and spec.recompute == "none":

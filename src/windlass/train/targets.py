@@ -1,4 +1,4 @@
-"""What a step learns from its sequences: inputs, targets, and by what the summed loss is divided."""
+"""Inputs and targets of a training step, and what the summed loss is divided by."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from windlass.config import Recipe
 from windlass.layout.types import IGNORED
-from windlass.train.batches import TokenBatch
+from windlass.train.batches import MicroBatch, TokenBatch
 from windlass.train.goldfish import left_out
 from windlass.train.masking import masking_of
 from windlass.train.mesh import World
@@ -24,14 +24,15 @@ class TargetBatch:
     # Preference pairs in the sequences; None: tokens are counted.
     pairs: int | None = None
 
-    def micro_batches(self, size: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    def micro_batches(self, size: int) -> list[MicroBatch]:
         parts = [slice(at, at + size) for at in range(0, len(self.inputs), size)]
         numbers = self.documents
         return [(self.inputs[part], self.targets[part], None if numbers is None else numbers[part]) for part in parts]
 
 
 class TargetMaker:
-    """Of next tokens; with `[tune]` of hidden tokens, answers or preference pairs. `held_out`: for validation."""
+    """Makes targets: the next tokens, or with `[tune]` hidden tokens, answers or preference pairs. `held_out`: for
+    validation."""
 
     def __init__(self, recipe: Recipe, world: World, vocab: int, *, held_out: bool = False) -> None:
         self.world = world
@@ -40,7 +41,7 @@ class TargetMaker:
 
     def make(self, batch: TokenBatch, salt: Tensor | int) -> TargetBatch:
         """Inputs and targets, one position apart; under context parallelism only this rank's positions of them. `salt`
-        decides with the tokens which of them are hidden."""
+        changes which tokens are hidden."""
         tokens, documents, world = batch.tokens, batch.documents, self.world
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self.masking is not None:

@@ -40,10 +40,6 @@ from windlass.train.validate import HeldOutLoss, HeldOutSource, Validation, with
 GPU_WIDTH_MULTIPLE = 32
 
 
-def tunes_examples(recipe: Recipe) -> bool:
-    return recipe.tune is not None and recipe.tune.reads_examples
-
-
 @dataclass(frozen=True)
 class ExamplePlan(BatchPlan):
     """Steps of examples: tokens are those of the texts, without padding."""

@@ -101,7 +101,7 @@ class Validator:
         self._batch_size = self._per_rank * world.layout.data
         self.held = hold_out(stream, sequences, self._batch_size)
         self.targets = TargetMaker(recipe, world, parts.modules[0].vocab, held_out=True)
-        if recipe.tune is not None and recipe.tune.task in ("masked", "prefer"):
+        if recipe.task in ("masked", "prefer"):
             # The loss of hidden tokens or of pairs is not the length of a code of the text.
             self.held = [replace(part, bytes_per_token=None) for part in self.held]
         elif world.is_main:  # the only rank that records it

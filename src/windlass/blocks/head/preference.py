@@ -17,12 +17,12 @@ from windlass.blocks.head.parallel import full_sequence
 FURTHER_MEANS = ("reward_margin", "reward_accuracy")
 
 
-# Hidden states and the head's weights -> logits; `parallel_logits` where the vocabulary is divided.
+# (hidden states, weights of the head) -> logits: the slot `logits` of an `OutputHead`.
 Logits = Callable[[Tensor, Tensor], Tensor]
 
 
 def preference_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, beta: float, chunk: int, logits: Logits = F.linear
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, beta: float, chunk: int, logits: Logits
 ) -> Tensor:
     """(loss, loss, margin of rewards, pairs whose chosen answer has the higher reward), summed over pairs."""
     margins, places = answer_margins(hidden, weight, targets, vocab=vocab, chunk=chunk, logits=logits)
@@ -32,9 +32,7 @@ def preference_loss(
     return torch.stack((loss, loss.detach(), rewards.detach().sum(), (rewards > 0).sum().to(loss.dtype)))
 
 
-def pair_margins(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int, logits: Logits = F.linear
-) -> Tensor:
+def pair_margins(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int, logits: Logits) -> Tensor:
     """(pair number over all sources, log-probability of the chosen answer minus that of the rejected one), float64."""
     margins, places = answer_margins(hidden, weight, targets, vocab=vocab, chunk=chunk, logits=logits)
     return torch.stack((targets[..., 2].flatten()[places].double(), margins.double()))
