@@ -334,7 +334,7 @@ def check(recipe: Recipe) -> None:
     problems += ramp_problems(data)
     train = recipe.train
     is_loss = recipe.save.metric == "loss" or recipe.save.metric.startswith("val_loss")
-    if not is_loss and (recipe.tune is None or not recipe.tune.reads_examples):
+    if not is_loss and not recipe.reads_examples:
         problems.append(f"save.metric ({recipe.save.metric}): only available for fine-tuning on examples; use val_loss")
     if recipe.task == "masked":
         refused = {"train.engine": train.engine != "native", "train.goldfish_k": train.goldfish_k}

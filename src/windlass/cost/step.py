@@ -28,6 +28,9 @@ class Constants:
     # bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power,
     # not by the peak.
     tflops_per_watt: float = 0.985
+    # Products per watt on Blackwell relative to Hopper. GB300 (1,400 W) trains a fifth faster than GB200 (1,200 W) with
+    # the same peak and bandwidth; fits the published runs of dense models on B200, GB200 and GB300.
+    blackwell_per_watt: float = 1.37
     # Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer.
     edge: float = 150.0
     # Slowdown of a product whose sides are not multiples of 64 values (the tile of the tensor cores' loads).
@@ -230,9 +233,6 @@ class _Rates:
 # %) agree. A burst of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250
 # needs about 130: there the estimate is a fifth too slow.
 AMD_BURST = 0.6
-# Products per watt relative to Hopper. GB300 (1,400 W) trains a fifth faster than GB200 (1,200 W) with the same peak
-# and bandwidth; 1.37 fits the published runs of dense models on B200, GB200 and GB300.
-PER_WATT = {"hopper": 1.0, "blackwell": 1.37}
 
 
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
@@ -248,8 +248,9 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
     if precision == "fp32":
         return (device.fp32_tflops or peak / 16) * c.matmul
     rate = c.matmul * peak
-    if device.tdp_watts is not None and device.generation in PER_WATT:  # other parts have not shown a power limit
-        rate = min(rate, c.tflops_per_watt * PER_WATT[device.generation] * device.tdp_watts)
+    per_watt = {"hopper": 1.0, "blackwell": c.blackwell_per_watt}  # other parts have not shown a power limit
+    if device.tdp_watts is not None and device.generation in per_watt:
+        rate = min(rate, c.tflops_per_watt * per_watt[device.generation] * device.tdp_watts)
     burst = device.matmul_tflops or (AMD_BURST * peak if device.vendor == "amd" else None)
     if burst is not None and c.tflops_per_watt != math.inf:
         rate = min(rate, 0.9 * burst)  # a model holds less than the best burst that was measured

@@ -87,10 +87,11 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
 def refuse_pairs(data: DataConfig) -> None:
     """Of a preference pair, learning the answers would learn the rejected one too. A store that is not written yet is
     judged when training starts."""
-    exists = data.store is not None and Path(data.store).is_dir()
-    sources = open_store(Path(data.store or "")).manifest.get("sources", {}) if exists else {}
-    trained = [name for name in sources if not data.mix or data.mix.get(name)]
-    if pairs := [name for name in trained if sources[name].get("form") == "pairs"]:
+    if data.store is None or not Path(data.store).is_dir():
+        return
+    store = open_store(Path(data.store))
+    trained = [name for name in store.sources if not data.mix or data.mix.get(name)]
+    if pairs := [name for name in trained if store.form(name) == "pairs"]:
         raise DataError(
             "tune.pairs-as-chat",
             f"{', '.join(pairs)} of {data.store} are preference pairs, whose rejected answers must not be learned",

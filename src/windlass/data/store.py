@@ -91,6 +91,10 @@ class Store:
     def splits(self) -> tuple[str, ...]:
         return tuple(sorted({split for by_split in self.shards.values() for split in by_split}))
 
+    def form(self, source: str) -> str:
+        """How the source was read: text, conversations (messages, sharegpt, alpaca, chat) or preference pairs."""
+        return str(self.manifest.get("sources", {}).get(source, {}).get("form", "text"))
+
     def tokens(self, source: str, split: str = "train") -> TokenArray:
         if source not in self.shards:
             raise DataError(

@@ -82,8 +82,8 @@ class StoreStream:
 
     def _long(self, source: str) -> str:
         """How documents longer than a window are handled: a text continues in further windows, a pair is left out."""
-        form = self.store.manifest.get("sources", {}).get(source, {}).get("form")
-        return "split" if form is None else "leave_out" if form == "pairs" else self.config.long_documents
+        form = self.store.form(source)
+        return "split" if form == "text" else "leave_out" if form == "pairs" else self.config.long_documents
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -39,9 +39,8 @@ def check_preference(recipe: Recipe, stream: StoreStream, world: World) -> None:
             f"context {layout.context}",
             hint='set them to 1; layout.shard = "full" and layout.tensor divide the model',
         )
-    sources = stream.store.manifest.get("sources", {}) if stream.store is not None else {}
     trained = [name for name, size in zip(stream.sources, stream.mixture.windows, strict=True) if size]
-    if others := [name for name in trained if sources.get(name, {}).get("form") != "pairs"]:
+    if others := [name for name in trained if stream.store.form(name) != "pairs"]:
         raise DataError(
             "tune.no-pairs",
             f"{', '.join(others)} of {recipe.data.store} are not preference pairs",
