@@ -90,6 +90,11 @@ class TuneConfig(Table):
         return self.task in EXAMPLE_TASKS
 
     @property
+    def predicts_text(self) -> bool:
+        """The model keeps its own head: it can chat, generate and be evaluated as before."""
+        return self.task in ("chat", "prefer")
+
+    @property
     def selected_metric(self) -> str:
         return DEFAULT_METRIC.get(self.task, "loss") if self.metric == "auto" else self.metric
 

@@ -118,7 +118,7 @@ def export(
         write_json(temporary / "config.json", {**config, **ids, **head_keys})
         if not head_keys:
             sampling: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids}
-            if loaded is not None and tune is not None and tune.task in ("chat", "prefer"):
+            if loaded is not None and tune is not None and tune.predicts_text:
                 with contextlib.suppress(DataError):  # a tokenizer without a template
                     # An answer ends with the template's token; programs that read this file stop at either.
                     ends = (load_chat_template(loaded).end_token, loaded.eos)

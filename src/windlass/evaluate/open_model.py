@@ -55,7 +55,7 @@ def open_model(
     on a CPU. Without `weights` the model is None: another engine loads it.
     """
     source = find_source(path, step)
-    if (tune := source.recipe.tune) is not None and tune.task not in ("chat", "prefer"):
+    if (tune := source.recipe.tune) is not None and not tune.predicts_text:
         raise ConfigError(
             "evaluate.no-next-token",
             f"{source.folder} was tuned for task {tune.task!r}: it predicts no next token",

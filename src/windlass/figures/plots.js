@@ -18,13 +18,13 @@ function resolve(value, style) {
 
 const figures = new Map(); /* box -> figure, to draw again when light and dark change */
 
-/* Plotly does not wrap: a text of its own language, in lines of at most so many characters, at spaces where there are some. */
+/* Plotly does not wrap text: split an escaped text into lines of at most `most` characters, at spaces where possible. */
 function wrapped(text, most) {
   const plain = String(text).replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
   return (plain.match(new RegExp(`.{1,${most}}(?:\\s|$)|\\S{1,${most}}`, "g")) || [""]).map((line) => safe(line.trim()));
 }
 
-/* In a narrow window titles and long labels take several lines, and a legend beside the chart, which would leave it no room, goes below; the chart grows by that much. */
+/* In a narrow window, titles and long labels are wrapped, the legend moves below the chart, and the chart grows to make room. */
 function narrow(box, { data, layout }) {
   const width = box.clientWidth;
   if (!width || width >= 860) return;
@@ -46,7 +46,7 @@ function narrow(box, { data, layout }) {
   }
   if (layout.xaxis.type !== "log") {
     const xs = data.flatMap((trace) => trace.x).filter(Number.isFinite), span = Math.max(...xs) - Math.min(...xs);
-    let right = -Infinity; /* of two labels of marks that would meet, the first stays */
+    let right = -Infinity; /* of two labels that would overlap, only the first is shown */
     for (const label of [...layout.annotations || []].filter((a) => a.yref === "paper").sort((a, b) => a.x - b.x)) {
       const at = ((label.x - Math.min(...xs)) / (span || 1)) * (width - 110), half = 4 * label.text.length;
       if (at - half < right + 6) label.visible = false;

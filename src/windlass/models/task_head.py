@@ -90,7 +90,7 @@ def tuned_model(recipe: Recipe) -> HFTaskModel | None:
     """The transformers model with the head for which a run was tuned; None for a model that predicts next tokens. It
     is an error if no class of transformers has such a head."""
     tune = recipe.tune
-    if tune is None or tune.task in ("chat", "prefer"):
+    if tune is None or tune.predicts_text:
         return None
     head = masked_head(tune) or TaskHead(tune.task, max(1, len(tune.labels)), pad=None)
     model = _build(recipe.model, recipe.data.seq_len, head)

@@ -60,7 +60,7 @@ class RecipeChange:
     def advise(self, batch_tokens: int) -> str:
         """Of another batch than `batch_tokens`."""
         return (
-            f"Recommended: --adjust ({100 * (self.plan.batch_tokens / batch_tokens - 1):+.1f} % tokens per step). "
+            f"Recommended: --adjust ({print_share(self.plan.batch_tokens / batch_tokens - 1, signed=True)} tokens per step). "
             f"{self.describe()}. The layouts below keep the batch as it is."
         )
 
