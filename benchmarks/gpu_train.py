@@ -143,6 +143,8 @@ def extra_rows() -> list[Row]:
         "chunk-8192": {"loss_chunk": 8192}, "chunk-16384": {"loss_chunk": 16384},
     }  # fmt: skip
     out = [Row(f"ablation-1.1b-{name}", "windlass", SMALL, change) for name, change in changes.items()]
+    changes |= {"capture": {"capture": True}, "fuse-capture": {"fuse": True, "capture": True}}
+    out += [Row(f"ablation-0.4b-{name}", "windlass", DENSE_04, change) for name, change in changes.items()]
     out += [Row(f"ablation-8b-half-{name}", "windlass", HALF, change) for name, change in changes.items()]
     out += [
         Row("ablation-1.1b-bf16-moments", "windlass", SMALL, optim={"moments": "bf16"}),

@@ -145,8 +145,8 @@ def test_passes_that_wait_for_the_device_are_launched(tmp_path: Path, monkeypatc
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)
 
 
-def test_a_replayed_pass_strays_no_further_than_a_repeated_one() -> None:
-    """Compiled, with cuDNN's attention, whose gradients differ between two runs of the same kernels."""
+def test_a_replayed_pass_equals_the_launched_one() -> None:
+    """Compiled, with cuDNN's attention, whose gradients differ in the last digits between two runs."""
     training = build(small_recipe(1, layout={"micro_batch": 16}, train={"capture": True}))
     tokens = torch.randint(0, 8000, (16, 513), device="cuda")
     stepper = training.stepper
@@ -161,8 +161,12 @@ def test_a_replayed_pass_strays_no_further_than_a_repeated_one() -> None:
         launched, repeated = (gradients(stepper._run_passes) for _ in range(2))
         replayed = [gradients(stepper.gradients) for _ in range(WARM_CALLS + 2)][-1]
     assert stepper.replayed is not None and stepper.replayed.graph is not None
-    for first, second, third in zip(launched, repeated, replayed, strict=True):
-        assert float((third - first).norm()) <= 4 * float((second - first).norm())
+    distances = [
+        sum(float((mine - first).square().sum()) for mine, first in zip(other, launched, strict=True)) ** 0.5
+        for other in (repeated, replayed)
+    ]
+    norm = sum(float(gradient.square().sum()) for gradient in launched) ** 0.5
+    assert max(distances) <= 1e-5 * norm
 
 
 @pytest.mark.parametrize(("vocab", "z_loss"), [(7777, 0.0), (8192, 1e-2)], ids=["padded", "z-loss"])

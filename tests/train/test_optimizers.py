@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from windlass.config import OptimConfig
+from windlass.cost.muon import grouped_iterations, square_products
 from windlass.train.optimizers import base
 from windlass.train.optimizers.base import build_optimizer, decays, round_stochastically, update_function
 from windlass.train.optimizers.muon import exchange
@@ -360,3 +361,22 @@ def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 16, 24)
     assert torch.allclose(muon.orthogonalise(x)[3], muon.orthogonalise(x[3:4])[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 48), (48, 16), (16, 24)], ids=["wide", "tall", "square"])
+def test_combined_iterations_equal_one_after_the_other(rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(3, rows, columns)
+    a, b, c = muon.COEFFICIENTS
+    x = matrices / matrices.norm(dim=(1, 2), keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    assert torch.allclose(muon.orthogonalise(matrices), x, atol=1e-4)
+
+
+def test_products_of_combined_iterations() -> None:
+    """Five squares, one further product for each of the three combined polynomials, and two for each Gram matrix."""
+    assert grouped_iterations(2048, 5632) == (2, 3) and grouped_iterations(2048, 2048) == (1, 1, 1, 1, 1)
+    assert sum(map(square_products, (2, 3))) == 5 + 3 + 6
+    assert sum(map(square_products, (1, 1, 1, 1, 1))) == 5

@@ -12,13 +12,12 @@ from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.head.spec import loss_bytes
 from windlass.cost.engines import ENGINE_PROFILES
+from windlass.cost.muon import ROUND_SIZE
 from windlass.layout.stages import gradient_buckets, stages, stages_of_rank
 from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-# Numbers of the matrices that a rank orthogonalises at once; six such tensors in bf16 exist together.
-MUON_ROUND = 2**28
 # CUDA or ROCm context with loaded kernels, outside the allocator.
 CONTEXT_BYTES = 0.6e9
 # Buffers of one communicator (data, tensor, pipeline, context), outside the allocator.
@@ -341,7 +340,8 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
             always["all-reduce buckets"] = min(engine.bucket_bytes, 4.0 * params)
         update = 4.0 * params / layout.shard_size if size == 2.0 else 0.0  # 16-bit gradients are widened for the step
     if step.optimizer == "muon":
-        update += 12.0 * min(MUON_ROUND, params * layout.tensor * layout.pipeline / layout.devices)
+        # Six tensors of 16 bits exist together.
+        update += 12.0 * min(ROUND_SIZE, params * layout.tensor * layout.pipeline / layout.devices)
     if layout.offload != "none":
         moved = ("optimizer states", "master weights", *(["weights"] if layout.offload == "parameters" else []))
         always, update = {name: size for name, size in always.items() if name not in moved}, 0.0

@@ -13,6 +13,7 @@ from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
 from windlass.cost.memory import layers_per_bucket
+from windlass.cost.muon import grouped_iterations, square_products
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
 from windlass.layout.types import AXES, Layout, StepSpec
@@ -480,8 +481,8 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
 
 
 def _orthogonal_seconds(model: ModelSpec, layout: Layout, r: _Rates) -> float:
-    """Muon: five iterations of three products for each matrix of the layers, divided over all ranks of a stage; its
-    parts go to one rank and the results back, in 16 bits."""
+    """Muon: the iterations of each matrix of the layers, divided over all ranks of a stage; its parts go to one rank and
+    the results back, in 16 bits."""
     seconds = 0.0
     for group in model.groups:
         for product, _ in group.layer.products:
@@ -489,9 +490,11 @@ def _orthogonal_seconds(model: ModelSpec, layout: Layout, r: _Rates) -> float:
             if product.experts > 1:  # the divided side is that of all experts which a token meets
                 sides[0 if product.divided == "outputs" else 1] //= product.top_k
             short, long = sorted(sides)
-            three = (_product_seconds(*size, r.wide, r.constants) for size in ((short, short, long),) * 2)
-            once = sum(three) + _product_seconds(short, short, short, r.wide, r.constants)
-            seconds += 5.0 * once * product.experts * group.count
+            groups = grouped_iterations(short, long)
+            squares = sum(square_products(iterations) for iterations in groups)
+            one = 2.0 * len(groups) * _product_seconds(short, short, long, r.wide, r.constants)
+            one += squares * _product_seconds(short, short, short, r.wide, r.constants)
+            seconds += one * product.experts * group.count
     ranks = layout.replicas * layout.tensor
     parts = 2.0 * model.params.body / layout.pipeline / (layout.shard_size * layout.tensor)
     return seconds / layout.devices + 2.0 * _ring_seconds(parts, ranks, r, messages=4.0)

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from windlass.blocks.initial_values import local_bounds
-
-# Numbers of the full matrices that one rank orthogonalises in a round: 512 MiB in bf16 (priced in cost/memory.py).
-ROUND_SIZE = 2**28
+from windlass.cost.muon import ROUND_SIZE
 
 # First row, rows, first column, columns.
 Rectangle = tuple[int, int, int, int]
