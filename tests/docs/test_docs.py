@@ -99,6 +99,27 @@ def test_pictures_that_pages_show_exist_and_are_shown():
     assert drawn <= {Path(t).name for t in shown}, "a picture that no page shows"
 
 
+MOST_WORDS = 600
+"""Two to three minutes of reading."""
+READ_PAGES = [DOCS / "lab.md", *(p for p in PAGES if p.parent.name in ("guides", "concepts"))]
+
+
+def prose_words(text):
+    """Words of a page without its code blocks and tables."""
+    lines = FENCE.sub("", text).splitlines()
+    return sum(len(line.split()) for line in lines if not line.startswith("|"))
+
+
+def test_words_of_code_and_tables_are_not_counted():
+    assert prose_words("# Two words\n\n| a | b |\n|---|---|\n```bash\nls -l\n```\n- three `windlass plan` more\n") == 8
+
+
+@pytest.mark.parametrize("page", READ_PAGES, ids=page_id)
+def test_a_guide_or_concept_is_short(page):
+    """If a page is too long, link to what another page says, use a table, or split it by job."""
+    assert prose_words(page.read_text()) <= MOST_WORDS
+
+
 WIDE = 95
 """Characters of a line of code that a page of the site shows without wrapping."""
 
