@@ -107,8 +107,12 @@ def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
             for view in looked[:FIRST_RUNS]:
                 update(view)
             is_waiting = time.monotonic() - began > 2 * (time.thread_time() - computing_before)
-            with ThreadPoolExecutor(LIST_THREADS if is_waiting else 1) as pool:
-                list(pool.map(update, looked[FIRST_RUNS:]))
+            if is_waiting:
+                with ThreadPoolExecutor(LIST_THREADS) as pool:
+                    list(pool.map(update, looked[FIRST_RUNS:]))
+            else:
+                for view in looked[FIRST_RUNS:]:
+                    update(view)
             folder.rows_at = time.monotonic()
         is_complete = have < folder.runs_version
         rows = [view.row[3] for view in views if view.row is not None and (is_complete or view.row[2] > have)]
