@@ -6,6 +6,9 @@ READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Without caches of bytecode every process that a test starts compiles windlass again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-bench lint unit bench docs clean help
 .DEFAULT_GOAL := help
 
@@ -13,7 +16,7 @@ help:
 	@echo "make demo        run a small project on this machine's CPU; writes runs/demo/report.html"
 	@echo "make test        format, lint, types, import contracts, all tests except slow ones"
 	@echo "make test-all    the same with slow tests"
-	@echo "make unit        fast tests only (about two minutes)"
+	@echo "make unit        fast tests only (about 80 seconds)"
 	@echo "make lint        static checks only"
 	@echo "make test-bench  only the tests of the code in benchmarks/ (published runs, memory trace)"
 	@echo "make bench       CPU benchmarks; writes benchmarks/results"

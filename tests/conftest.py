@@ -16,9 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Cluster files of the user, and constants that a test calibrates, must not change predictions.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="windlass-test-config-")
 
-INTEGRATION = ("docs/", "story/", "faults/", "evaluate/", "convert/", "cli/", "data/test_tokenize", "data/test_bad_input", "data/test_cli_data", "data/test_corpus",
-               "data/test_megatron_core", "launch/test_cli_exit", "launch/test_dry_run", "checkpoint/test_names", "profile/test_recorded")  # fmt: skip
-"""Files that run complete commands or real libraries: part of `make test`, not of `make unit`, which takes under a minute."""
+# Files that run complete commands, real libraries or the compiler: part of `make test`, not of `make unit`.
+INTEGRATION = (
+    "docs/", "story/", "faults/", "evaluate/", "convert/", "cli/", "data/test_tokenize", "data/test_bad_input", "data/test_cli_data",
+    "data/test_corpus", "data/test_megatron_core", "launch/test_cli_exit", "launch/test_dry_run", "launch/sweep/test_lepiszcze",
+    "checkpoint/test_names", "profile/test_recorded", "report/test_dash_descriptors", "train/test_compile",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

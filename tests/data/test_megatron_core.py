@@ -18,13 +18,19 @@ from windlass.data.tokenize import tokenize
 if (sys.platform, platform.machine()) != ("linux", "x86_64"):
     pytest.skip("megatron-core has no wheels for this platform", allow_module_level=True)
 
-# Not importorskip: a test environment that lost the package would pass without having looked.
-from megatron.core.datasets import indexed_dataset as indexed
+
+@pytest.fixture(scope="module")
+def indexed() -> Any:
+    """Not importorskip: a test environment that lost the package would pass without having looked. Not at the top: it
+    takes seconds, and every process of a test run reads this file."""
+    from megatron.core.datasets import indexed_dataset
+
+    return indexed_dataset
 
 
 @pytest.mark.parametrize("marks", [False, True])
 def test_megatron_reads_our_store(
-    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any, marks: bool
+    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any, indexed: Any, marks: bool
 ) -> None:
     tokenize(data_file({"s": [write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(80)])]}, document_marks=marks))
     theirs = indexed.IndexedDataset(str(tmp_path / "store" / "s-train-00000"))
@@ -37,7 +43,7 @@ def test_megatron_reads_our_store(
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_we_read_megatrons_store(tmp_path: Path, dtype: Any) -> None:
+def test_we_read_megatrons_store(indexed: Any, tmp_path: Path, dtype: Any) -> None:
     import torch
 
     builder = indexed.IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=dtype)

@@ -61,6 +61,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
+@pytest.mark.integration
 def test_a_run_with_one_extension_of_each_kind(package: Path, tmp_path: Path) -> None:
     for registry in REGISTRIES:
         assert registry.names()[-1] == "demo" and "demo" not in registry.builtin

@@ -444,6 +444,7 @@ def test_offload_on_one_process_does_not_change_the_curve(alone: Any) -> None:
     compare([train_here(make_recipe("adamw", micro_batch=16, offload="optimizer"))], alone("adamw"))
 
 
+@pytest.mark.integration
 def test_validation_does_not_change_the_curve(alone: Any) -> None:
     validated = alone("sgd", documents=True)
     masked = Parity(1, 4, {}, documents=True)

@@ -105,6 +105,7 @@ def test_same_layout_goes_on_bit_for_bit(uncut: Any, tmp_path: Path) -> None:
     assert curve(tmp_path) == uncut
 
 
+@pytest.mark.integration
 def test_bf16_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """The fp32 master copy is what is saved, not the bf16 weights."""
     bf16 = {"train": {"precision": "bf16"}}

@@ -85,6 +85,7 @@ def test_why_in_words_and_json(windlass):
     assert value["why"]["verdict"] == "illegal"
 
 
+@pytest.mark.integration
 def test_html(windlass, tmp_path):
     done = windlass("plan", EIGHT, "--html", tmp_path / "plan.html")
     assert done.returncode == 0 and "page:" in done.stdout

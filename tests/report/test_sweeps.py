@@ -32,6 +32,7 @@ def table_of(reply):
     return section["items"][0]
 
 
+@pytest.mark.integration
 def test_the_page_has_the_rows_of_the_commands_table(work):
     words = ["sweep", str(work.loaded.path), "--run", str(work.folder.path), "--report"]
     said = CliRunner().invoke(build(), words).output

@@ -200,6 +200,7 @@ def test_unknown_targets_are_refused_with_those_that_exist(store: Path) -> None:
     assert "q_proj" in error.value.message and "w1, w2, w3, wk, wo, wq, wv" in (error.value.hint or "")
 
 
+@pytest.mark.integration
 def test_adapters_of_a_transformers_model_compute_what_peft_does(store: Path, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -264,6 +265,7 @@ def test_the_loss_of_pairs_is_that_of_trl(pair_store: Path, tmp_path: Path) -> N
     assert accuracy == pytest.approx(logged["rewards/accuracies"])
 
 
+@pytest.mark.integration
 def test_a_resumed_preference_run_keeps_its_reference(pair_store: Path, tmp_path: Path) -> None:
     def recipe(count: int) -> Recipe:
         table = recipe_table(pair_store, {"task": "prefer"}, optim={"schedule": "constant"}, train={"steps": count})

@@ -98,6 +98,7 @@ def test_export_is_loaded_by_transformers(folder: Path, tmp_path: Path) -> None:
     assert body.config.num_hidden_layers == 2
 
 
+@pytest.mark.integration
 def test_learns_and_resumes(folder: Path, tmp_path: Path) -> None:
     """30 steps at once, and the same cut after 13."""
     table = recipe(folder)

@@ -270,6 +270,7 @@ def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkey
     assert len(seen[0][0].unique()) > 1, "nothing was rounded at random"
 
 
+@pytest.mark.integration
 # One of each kind of moments; the others compile for a minute.
 @pytest.mark.parametrize(
     ("name", "moments"),

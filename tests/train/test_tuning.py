@@ -41,6 +41,7 @@ def recipe(folder: Path, **changes: Any) -> Recipe:
     return complete_tune(Recipe.model_validate(tune_table(folder, **changes)))
 
 
+@pytest.mark.integration
 def test_losses_of_the_trainer(folder: Path, tmp_path: Path) -> None:
     """20 steps with dropout 0 and the same batches: transformers' Trainer has the same losses."""
     import transformers
@@ -79,6 +80,7 @@ def test_losses_of_the_trainer(folder: Path, tmp_path: Path) -> None:
     assert len(theirs) == 20 and max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
 
+@pytest.mark.integration
 def test_a_run_learns_tests_its_best_weights_and_resumes(folder: Path, tmp_path: Path) -> None:
     """Five epochs at once, and the same cut in the third: every loss and score is equal."""
     table = recipe(folder, tune={"epochs": 5, "test": str(folder / "test.tsv")}, optim={"lr": 3e-3})
