@@ -56,7 +56,7 @@ def test_we_read_megatrons_store(indexed: Any, tmp_path: Path, dtype: Any) -> No
 
 
 def test_megatron_s_data_for_language_models_does_not_look_at_the_marks(
-    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any
+    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any, indexed: Any
 ) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
