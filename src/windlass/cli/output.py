@@ -113,10 +113,10 @@ def fit_columns(
     full, least = [], []
     for name, cells, is_number in columns:
         lines = longest(line for cell in cells for line in cell.splitlines())
-        words = longest(word for cell in cells for word in cell.split())
+        longest_word = longest(word for cell in cells for word in cell.split())
         title = longest(name.split())
         full.append(max(lines, cell_len(name)))
-        least.append(max(title, lines if is_number else min(lines, max(min(words, WORD_WIDTH), TEXT_WIDTH))))
+        least.append(max(title, lines if is_number else min(lines, max(min(longest_word, WORD_WIDTH), TEXT_WIDTH))))
     kept = list(range(len(columns)))
 
     def room(widths: Sequence[int]) -> int:

@@ -254,10 +254,12 @@ def _walk(root: str, problems: list[str]) -> Iterator[str]:
             path = os.path.join(folder, name)  # noqa: PTH118 - as os.walk joins
             if above is not None or os.path.islink(path):  # noqa: PTH114
                 real, real_folder = os.path.realpath(path), Path(os.path.realpath(folder))
-                seen = above or {str(p) for p in (real_folder, *real_folder.parents) if p.is_relative_to(real_root)}
-                if real in seen:  # a link to an ancestor is not followed
+                ancestors = above or {
+                    str(p) for p in (real_folder, *real_folder.parents) if p.is_relative_to(real_root)
+                }
+                if real in ancestors:  # a link to an ancestor is not followed
                     continue
-                below_link[path] = seen | {real}
+                below_link[path] = ancestors | {real}
             followed.append(name)
         folders[:] = followed
         names.sort()
