@@ -15,7 +15,7 @@ from windlass.layout.types import Layout
 from windlass.planner.candidates import enumerate_candidates, legal_degrees, problems
 from windlass.planner.search import TIE, Plan, Plans, estimate_all, plan, rank
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, divisors, print_share
+from windlass.units import divisors, print_rate, print_share
 
 # A batch or model that differs more is another experiment. A batch is proposed all the same where no layout divides
 # the recipe's own.
@@ -48,13 +48,12 @@ class RecipeChange:
         return [f"{key}={value}" for key, value in self.values.items()]
 
     def describe(self) -> str:
-        """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in total), 30.0 of 93.1 GiB`"""
+        """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in total), 30 GiB of 93.1 GiB`"""
         p = self.plan
         gain = "" if self.gain is None else f" ({print_share(self.gain, digits=0, signed=True)} in total)"
         return (
             f"{' '.join(self.overrides)}: {p.candidate.describe()}, "
-            f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device{gain}, "
-            f"{p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB"
+            f"{print_rate(p.step.tokens_per_second_per_device)} per device{gain}, {p.memory_text}"
         )
 
     def advise(self, batch_tokens: int) -> str:

@@ -22,7 +22,7 @@ from windlass.planner.candidates import (
 )
 from windlass.planner.measured import mfu_beyond
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, nearest, print_share
+from windlass.units import GIB, nearest, print_bytes, print_share
 
 # Above this share of a device's memory the estimate's own error decides whether a layout runs; it is then ranked as if
 # it took this many times as long.
@@ -94,6 +94,10 @@ class Plan:
     @property
     def memory_share(self) -> float:
         return self.memory.needed / self.limit_bytes
+
+    @property
+    def memory_text(self) -> str:
+        return f"{print_bytes(self.memory.needed)} of {print_bytes(self.limit_bytes)}"
 
     @property
     def memory_terms(self) -> dict[str, float]:
@@ -270,10 +274,13 @@ def _mechanisms(p: Plan) -> int:
 
 def _too_big(p: Plan) -> Rejected:
     largest = sorted(p.memory_terms.items(), key=lambda item: -item[1])[:2]
-    terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    needed = p.memory.needed / GIB
-    reason = f"needs {needed:.1f} of {p.limit_bytes / GIB:.1f} GiB ({terms} GiB)"
-    return Rejected(candidate=p.candidate, reason=reason, memory_gib=needed, from_recipe=p.from_recipe)
+    terms = ", ".join(f"{name} {print_bytes(size)}" for name, size in largest)
+    return Rejected(
+        candidate=p.candidate,
+        reason=f"needs {p.memory_text} ({terms})",
+        memory_gib=p.memory.needed / GIB,
+        from_recipe=p.from_recipe,
+    )
 
 
 def _explain(task: PlanTask, ranked: Sequence[Plan], fitting: int) -> list[Plan]:
@@ -312,7 +319,7 @@ def _ranked_by(p: Plan, first: Plan, lowest_days: float) -> str:
 
 
 def _fit_text(p: Plan) -> str:
-    text = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
+    text = f"fits in {p.memory_text}"
     text += ", which is tight: measure first" if p.memory_share > TIGHT else ""
     if p.layout.offload != "none":
         text += "; nothing fits without offload; its copies are timed at an assumed 20 GB/s to host memory"

@@ -24,7 +24,6 @@ from windlass.report.tables import (
     checkpoint_table,
     energy_rows,
     figure,
-    kwh,
     life_rows,
     number,
     period,
@@ -40,6 +39,7 @@ from windlass.units import (
     WATT_HOURS_FROM,
     counted,
     print_bytes,
+    print_kwh,
     print_seconds,
     print_tokens,
 )
@@ -475,10 +475,10 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
     sums = together(summaries)
     text = "No run has measured energy."
     if sums["runs_measured"]:
-        facility = f", {kwh(sums['kwh'])} with PUE" if sums["kwh"] is not None else ""
+        facility = f", {print_kwh(sums['kwh'])} with PUE" if sums["kwh"] is not None else ""
         emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
         measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
-        text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
+        text = f"{measured}: {print_kwh(sums['it_kwh'])}{facility}{emitted}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2e", "power")
