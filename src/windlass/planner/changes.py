@@ -204,7 +204,14 @@ def ways_to_fit(plans: Plans) -> list[RecipeChange]:
         ("data.seq_len", [seq_len for seq_len in halves if seq_len >= SHORTEST_SEQ_LEN]),
         ("nodes", [nodes for nodes in doubles if nodes <= (task.cluster.nodes or 4096)]),
     )
-    ways = [*_first_fitting(task, [bf16] if bf16 else []), *_offloaded(task)]
+    ways = _first_fitting(task, [bf16] if bf16 else [])
+    # What the search does not try itself: on one device the optimizer, on several the weights too.
+    offload = "optimizer" if task.devices == 1 else "parameters"
+    valid = (c for c in enumerate_candidates(task, offload=offload) if not problems(task, c))
+    for p in rank(p for p in estimate_all(task, valid)[0] if p.fits)[:1]:
+        layout = p.layout.config().model_dump(exclude_defaults=True)
+        change = {**{f"layout.{key}": value for key, value in layout.items()}, "train.recompute": p.recompute}
+        ways.append(RecipeChange(values=change, plan=p, task=task))
     for key, values in kinds:
         alone = [{key: value} for value in values]
         ways += _first_fitting(task, [*alone, *({**bf16, **change} for change in alone if bf16)])
@@ -214,26 +221,6 @@ def ways_to_fit(plans: Plans) -> list[RecipeChange]:
 def _first_fitting(task: PlanTask, options: list[dict[str, Any]]) -> list[RecipeChange]:
     changes = (_price(task, None, values) for values in options)
     return list(islice((change for change in changes if change is not None), 1))
-
-
-def _offloaded(task: PlanTask) -> list[RecipeChange]:
-    """What the search does not try itself: on one device the optimizer, on several the weights too."""
-    kind = "optimizer" if task.devices == 1 else "parameters"
-    valid = (c for c in enumerate_candidates(task, offload=kind) if not problems(task, c))
-    best = rank(p for p in estimate_all(task, valid)[0] if p.fits)[:1]
-    return [
-        RecipeChange(
-            values={
-                **{
-                    f"layout.{key}": value for key, value in p.layout.config().model_dump(exclude_defaults=True).items()
-                },
-                "train.recompute": p.recompute,
-            },
-            plan=p,
-            task=task,
-        )
-        for p in best
-    ]
 
 
 def nothing_fits(plans: Plans, ways: list[RecipeChange] | None = None) -> PlanError:

@@ -305,10 +305,23 @@ def _explain(task: PlanTask, ranked: Sequence[Plan], fitting: int) -> list[Plan]
 
 
 def compare_with_first(p: Plan, first: Plan, lowest_days: float) -> Plan:
-    """The plan with the reason why it is not the first. `lowest_days`: of all plans, as `rank` counts them."""
+    """The plan with the reason why it is not the first: `3.0 % slower: +0.51 s/step in matrix products`, or why it
+    ranks below although it is not slower. `lowest_days`: of all plans, as `rank` counts them."""
     slower = p.days / first.days - 1 if first.days else 0.0
-    p = replace(p, slower=slower, ranked_by="time" if slower > 0 else _ranked_by(p, first, lowest_days))
-    return replace(p, reason=_below_reason(p, first))
+    if slower <= 0:
+        speed = f"{print_share(-slower)} faster by the estimate" if slower < -EQUAL else "as fast"
+        ranked_by = _ranked_by(p, first, lowest_days)
+        reason = f"{speed}, not preferred: {_drawback(p, first, ranked_by)}" if ranked_by else speed
+        return replace(p, slower=slower, ranked_by=ranked_by, reason=reason)
+    name, own_seconds, first_seconds = max(term_differences(p, first), key=lambda term: term[1] - term[2])
+    extra = own_seconds - first_seconds
+    causes = [f"{extra:{'+,.0f' if extra >= 10 else '+.2g'}} s/step in {name}"] if extra > 0 else []
+    if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
+        texts = _differences(p, first)
+        causes.append(f"{texts['replicas']}, so {texts['accumulation']}")
+    speed = f"{print_share(slower)} slower" if slower > EQUAL else "as fast"
+    reason = speed + (f": {', '.join(causes)}" if causes else "")
+    return replace(p, slower=slower, ranked_by="time", reason=reason)
 
 
 def _ranked_by(p: Plan, first: Plan, lowest_days: float) -> str:
@@ -368,22 +381,6 @@ def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
     tight = f"tight memory (counts as {print_share(TIGHT_PENALTY - 1, digits=0)} slower)"
     parts = [tight] if p.memory_share > TIGHT >= first.memory_share else []
     return " and ".join([*parts, *([texts[ranked_by]] if ranked_by in texts else [])])
-
-
-def _below_reason(p: Plan, first: Plan) -> str:
-    """`3.0% slower: +0.51 s/step in matrix products`, or why it ranks below the first although it is not slower."""
-    if p.slower <= 0:
-        speed = f"{print_share(-p.slower)} faster by the estimate" if p.slower < -EQUAL else "as fast"
-        return f"{speed}, not preferred: {_drawback(p, first, p.ranked_by)}" if p.ranked_by else speed
-    name, own_seconds, first_seconds = max(term_differences(p, first), key=lambda term: term[1] - term[2])
-    extra = own_seconds - first_seconds
-    causes = [f"{extra:{'+,.0f' if extra >= 10 else '+.2g'}} s/step in {name}"] if extra > 0 else []
-    if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
-        texts = _differences(p, first)
-        causes.append(f"{texts['replicas']}, so {texts['accumulation']}")
-    return (f"{print_share(p.slower)} slower" if p.slower > EQUAL else "as fast") + (
-        f": {', '.join(causes)}" if causes else ""
-    )
 
 
 def term_differences(p: Plan, best: Plan) -> list[tuple[str, float, float]]:

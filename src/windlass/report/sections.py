@@ -315,7 +315,23 @@ def evaluation(s: RunSummary) -> Section:
     items: list[Item] = []
     if s.val_loss is not None:
         items.append(Note(f"Validation loss {figure(s, 'validation loss')} nats per token."))
-    items += _by_source([e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None])
+    passes = [e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None]
+    if passes and len(passes[-1].sources) > 1:  # curves by source, and the last pass as a table
+        series = []
+        for name in dict.fromkeys(name for e in passes for name in e.sources):
+            steps = [e.step or 0 for e in passes if name in e.sources]
+            series.append(line(name, steps, [e.sources[name]["loss"] for e in passes if name in e.sources]))
+        chart = Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token")
+        items += [chart] if len(passes) > 1 else []
+        last = passes[-1]
+        losses = [("all", last.val_loss, last.bits_per_byte)]
+        for kind, parts in (("source", last.sources), ("language", last.languages)):
+            losses += [
+                (f"{kind} {k}", known_float(v["loss"]), known_float(v.get("bits_per_byte"))) for k, v in parts.items()
+            ]
+        last_rows = [(redact_text(name), number(loss), number(bits)) for name, loss, bits in losses]
+        caption = f"Last validation pass, after step {last.step}."
+        items.append(DataTable(("text", "loss", "bits per byte"), last_rows, right=(1, 2), caption=caption))
     # One row per task, group and metric: the newest, because a run is evaluated again as it goes on.
     names = ("task", "group", "metric")
     newest = {tuple(str(e.get(key)) for key in names): e for e in s.evaluations}
@@ -331,28 +347,6 @@ def evaluation(s: RunSummary) -> Section:
         items.append(DataTable(columns, rows, right=(3, 4, 5, 6), caption=caption))
     items = items or [Note("No scores are recorded; `windlass eval RUN` adds them.")]
     return Section("Evaluation", tuple(items), id="evaluation")
-
-
-def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
-    """Curves by source, and the last pass as a table; nothing where only one source is held out."""
-    if not passes or len(passes[-1].sources) < 2:
-        return []
-    last = passes[-1]
-    rows = [("all", last.val_loss, last.bits_per_byte)]
-    for kind, parts in (("source", last.sources), ("language", last.languages)):
-        rows += [(f"{kind} {k}", known_float(v["loss"]), known_float(v.get("bits_per_byte"))) for k, v in parts.items()]
-    table = DataTable(
-        ("text", "loss", "bits per byte"),
-        [(redact_text(name), number(loss), number(bits)) for name, loss, bits in rows],
-        right=(1, 2),
-        caption=f"Last validation pass, after step {last.step}.",
-    )
-    series = []
-    for name in dict.fromkeys(name for e in passes for name in e.sources):
-        steps = [e.step or 0 for e in passes if name in e.sources]
-        series.append(line(name, steps, [e.sources[name]["loss"] for e in passes if name in e.sources]))
-    chart = Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token")
-    return [chart, table] if len(passes) > 1 else [table]
 
 
 def stability_sections(s: RunSummary) -> list[Section]:
