@@ -30,6 +30,7 @@ from windlass.units import (
     print_rate,
     print_seconds,
     print_tokens,
+    sentence,
 )
 
 MODEL_KEYS = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
@@ -164,7 +165,7 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
         "file": f"{table['name']}.toml",
     }
     marks = (f"* {text}" for text in outside_measured(plans))
-    notes = (Note(text, "warning") for text in (*marks, *task.warnings))
+    notes = (Note(text, "warning") for text in (*marks, *map(sentence, task.warnings)))
     return answer, [
         Section("", (_cards(first, task, q), *notes), id="best"),
         Section("Memory of a device", (memory,), id="memory"),
