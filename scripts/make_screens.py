@@ -2,6 +2,7 @@
 
 python scripts/make_screens.py runs demo                   # the folder, and the run whose own page and report are shown
 python scripts/make_screens.py runs demo dash-run report   # only these images
+windlass sweep recipes/sweeps/cpu_grid.toml && python scripts/make_screens.py runs one-process dash-sweep dash-planner
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PACKAGES = {"pandas": "pandas", "arrow": "pyarrow"}
 
 
 def plan(recipe: Recipe | Path | str, *overrides: str, cluster: str | None = None, nodes: int | None = None) -> Plan:
-    """The best layout for a recipe (a file or a Recipe), with its memory, speed, days and energy.
+    """The first layout of the ranking for a recipe (a file or a Recipe), with its memory, speed, days and energy.
 
     `overrides` are `key=value` texts as on the command line; `cluster` and `nodes` replace the recipe's. Raises
     PlanError when nothing fits.

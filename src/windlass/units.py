@@ -197,6 +197,11 @@ def print_joules(joules: float | None, digits: int = 2) -> str:
     return _scaled(joules / 3600, [(1e9, "GWh"), (1e6, "MWh"), (1e3, "kWh"), (1, "Wh")], digits, " ")
 
 
+def print_kwh(kwh: float | None, unknown: str = "unknown") -> str:
+    """An energy in kWh as `print_joules` writes it: `14.2 MWh`."""
+    return unknown if kwh is None else print_joules(kwh * 3.6e6)
+
+
 def sentence(text: str) -> str:
     """A note as a sentence of a page: with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:].removesuffix('.')}."

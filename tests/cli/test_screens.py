@@ -18,6 +18,7 @@ import pytest
 from tests.profile.conftest import TraceBuilder
 from tests.report.sample_run import BEGIN, make_run
 from tests.report.sample_sweep import end_point
+from tests.report.test_every_figure import lines_of_html, lines_of_page
 from tests.small_recipe import recipe_tables
 
 from windlass.checkpoint import files
@@ -28,12 +29,25 @@ from windlass.config.sources import DataFile, DataSource
 from windlass.config.sweep import load_sweep
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import train_bpe
+from windlass.energy.carbon import print_carbon
 from windlass.files import append_line, write_json
 from windlass.launch import doctor
 from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.points import make_points
+from windlass.report.dash.api import answer
+from windlass.report.dash.store import Folder
 from windlass.runs.folder import Run
 from windlass.runs.scores import EvalScore, append_scores
+from windlass.units import (
+    GIB,
+    print_bytes,
+    print_figure,
+    print_kwh,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_share,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "screens"
 LAUNCHED = """name = "nine-b"
@@ -211,6 +225,48 @@ def screen(folder, monkeypatch):
     yield run
     monkeypatch.undo()
     time.tzset()
+
+
+# Figure -> how `--json` has it, as text, and the views that show it.
+PLAN_FIGURES = {
+    "time": (lambda p: print_seconds(p["days"] * 86_400), ("table", "page", "dash", "launch")),
+    "node-hours": (lambda p: print_node_hours(p["node_hours"]), ("table", "page", "dash", "launch")),
+    "units": (lambda p: print_figure(p["allocation"]["amount"]), ("table", "page", "dash", "launch")),
+    "energy": (lambda p: print_kwh(p["mwh"] * 1e3), ("table", "page", "dash", "launch")),
+    "energy at the nodes": (lambda p: print_kwh(p["mwh_at_nodes"] * 1e3), ("page",)),
+    "energy per billion tokens": (lambda p: print_kwh(p["kwh_per_billion_tokens"]), ("page",)),
+    "CO2e": (lambda p: print_carbon(p["tco2e"] * 1e3, unit=""), ("table", "page", "dash")),
+    "memory": (lambda p: print_bytes(p["memory_gib"] * GIB), ("table", "page", "dash", "launch")),
+    "usable memory": (lambda p: print_bytes(p["memory_limit_gib"] * GIB), ("table", "page", "dash", "launch")),
+    "tokens/s": (lambda p: print_rate(p["tokens_per_second"], unit=""), ("page", "dash", "launch")),
+    "tokens/s per device": (lambda p: print_rate(p["tokens_per_second_per_device"], unit=""), ("table", "page", "dash")),
+    "MFU": (lambda p: print_share(p["mfu"]), ("table", "page", "dash")),
+    "reason": (lambda p: p["reason"], ("table", "page", "dash", "launch")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["8B", "0.2B"])
+def test_a_figure_of_a_plan_reads_the_same_in_every_view(size, screen, tmp_path):
+    """Of days and MWh, and of hours and kWh."""
+    tokens = "450B" if size == "8B" else "1B"
+    sent = {"cluster": "leonardo-booster", "nodes": "16", "size": size, "tokens": tokens}
+    planner = answer(Folder(Path("runs")), "plan", {key: [value] for key, value in sent.items()})
+    recipe, page = tmp_path / "page.toml", tmp_path / "page.html"
+    recipe.write_text(planner["recipe"])
+    views = {
+        "dash": lines_of_page(planner),
+        "launch": screen(f"launch {recipe} launch.account=EUHPC_A01_006 --dry-run", 120),
+        "table": screen(f"plan {recipe} --html {page}", 120),
+        "page": lines_of_html(page.read_text()),
+    }
+    first = json.loads(screen(f"plan {recipe} --json", 120))["plans"][0]
+    assert first == planner["best"]
+    assert first["node_hours"] == pytest.approx(16 * 24 * first["days"])
+    for name, (show_figure, shown_in) in PLAN_FIGURES.items():
+        text = show_figure(first)
+        for view in shown_in:
+            printed = re.sub(r"\s+", " ", views[view])
+            assert re.search(rf"(?<![\d.,]){re.escape(text)}(?![\d]|[.,]\d)", printed), (name, view, text)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.small_recipe import recipe_tables
+from tests.train.chat_store import TEMPLATE
 
 pytestmark = pytest.mark.integration
 
@@ -40,6 +43,7 @@ every = 2
 ANNOUNCED = re.compile(r"\.\.\.\s*$|━|█")
 ERASED = b"\x1b[1A\x1b[2K"  # the end of a spinner
 ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+SERVING = b"press Ctrl-C to stop"  # the last words of `dash` before it waits for a browser
 
 
 def cpu_seconds(process: psutil.Process) -> dict[int, float]:
@@ -81,6 +85,8 @@ def longest_silence(argv: list[str], folder: Path) -> tuple[int, float, str]:
         if silent > worst and not ANNOUNCED.search(shown.splitlines()[-1] if shown else ""):
             worst, worst_text = silent, shown[-200:]
         text, before, silent = text + output, now, 0.0
+        if SERVING in text:
+            command.send_signal(signal.SIGINT)
     os.close(terminal)
     return command.wait(), worst, worst_text
 
@@ -94,6 +100,11 @@ language = "en"
 licence = "CC0-1.0"
 origin = "tests"
 """
+SWEEP = (
+    'name = "grid"\n'
+    + recipe_tables(cluster="workstation", batch_tokens=2048, steps=4)
+    + '[matrix]\n"layout.shard" = ["none"]\n"layout.micro_batch" = [2, 4]\ndevices = [1]\n'
+)
 COMMANDS = (
     "tokenizer train data.toml --vocab 600 --out tokenizer.json",
     "tokenize data.toml",
@@ -101,7 +112,7 @@ COMMANDS = (
     "plan small.toml",
     "budget --cluster snellius-h100 --days 30",
     "launch small.toml cluster=snellius-h100 --dry-run",
-    "train small.toml --run runs/one",
+    "train small.toml --run runs/one profile.steps=2:4",
     "train small.toml --devices 2 --run runs/two",
     "resume runs/one train.steps=6",
     "checkpoints runs/one --verify",
@@ -113,6 +124,17 @@ COMMANDS = (
     "compare runs/one runs/two",
     "energy runs/one",
     "doctor --no-devices",
+    "finetune runs/one --train labels.tsv --epochs 1 --length 16",
+    "sweep grid.toml",
+    "profile runs/one",
+    "chat runs/one --tokenizer tokenizer.json --prompt ship --tokens 4",
+    "launch small.toml --local --devices 1 --run runs/launched",
+    "logs runs/launched -f",
+    "jobs runs/launched",
+    "stage runs/one --store staged",
+    "image --cluster snellius-h100 --base TAG --dry-run",
+    "dash runs",
+    "demo --steps 24",
 )
 
 
@@ -122,6 +144,9 @@ def test_no_command_is_silent(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     (tmp_path / "data.toml").write_text(DATA)
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "the winch lifts ship {i}"}}\n' for i in range(4000)))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "labels.tsv").write_text("text\tlabel\n" + "the ship\tplus\nthe winch\tminus\n" * 20)
+    (tmp_path / "grid.toml").write_text(SWEEP)
     silent = {}
     for command in COMMANDS:
         code, seconds, after = longest_silence([sys.executable, "-m", "windlass", *command.split()], tmp_path)

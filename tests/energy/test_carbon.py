@@ -71,4 +71,4 @@ def test_equivalents(kwh, text):
     ],
 )
 def test_print_carbon(kg, text):
-    assert print_carbon(kg) == text
+    assert print_carbon(kg) == text and print_carbon(kg, unit="") == text.removesuffix(" CO2e")

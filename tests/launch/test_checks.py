@@ -137,12 +137,12 @@ def test_missing_image_venv_and_store(make_recipe, tmp_path):
 
 def test_budget():
     (ok,) = checks.check_budget(100.0, 200.0, 1000.0)
-    assert ok.level == "ok" and "800.0 of 1,000.0 left" in ok.message
+    assert ok.level == "ok" and "800 of 1,000 left" in ok.message
     (bad,) = checks.check_budget(900.0, 200.0, 1000.0)
     assert bad.level == "refuse" and bad.source
     assert checks.check_budget(1.0, 0.0, None)[0].level == "note"
     (short,) = checks.check_budget(100.0, 200.0, 1000.0, 801.0)  # one job fits, but not all that the run needs
-    assert short.level == "refuse" and "801" in short.message and "800.0 of 1,000.0 left" in short.message
+    assert short.level == "refuse" and "801" in short.message and "800 of 1,000 left" in short.message
     assert checks.check_budget(100.0, 200.0, 1000.0, 800.0)[0].level == "ok"
 
 

@@ -100,7 +100,7 @@ def test_html(windlass, tmp_path):
         (["plan", EIGHT, "--cluster", "snelius"], 2, "snelius"),
         (["plan", EIGHT, "layout.tensor=3"], 2, "2 or 4"),
         (["plan", EIGHT, "--why", "shards=full"], 2, "shards"),
-        (["plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1"], 3, "295.5 of 63.9 GiB"),
+        (["plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1"], 3, "295.5 GiB of 63.9 GiB"),
         (["plan", "--calibrate"], 2, "--calibrate"),
         (["plan", "--calibrate", "absent.csv"], 4, "planner_accuracy.py"),
         (["budget", "--cluster", "snellius-h100"], 2, "--node-hours"),

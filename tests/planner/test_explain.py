@@ -32,8 +32,8 @@ def test_a_layout_that_is_slower_names_the_terms(plans):
     answer = explain_layout(plans, "tensor=4,shard=full,micro_batch=4")
     assert answer.verdict == "fits"
     text = "\n".join(answer.sentences)
-    assert "times as long as the best" in text
-    assert "tensor-parallel traffic:" in text and "s/step in the best" in text
+    assert "times as long as the first" in text
+    assert "tensor-parallel traffic:" in text and "s/step in the first" in text
     assert "20 replicas instead of" in text
 
 

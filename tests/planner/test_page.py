@@ -46,7 +46,7 @@ def test_small_terms_are_gathered():
 
 
 def test_carbon_words():
-    assert carbon(None) == "unknown" and carbon(3.21) == "3.2 t" and carbon(0.0042) == "4.2 kg"
+    assert carbon(None) == "unknown" and carbon(3.21) == "3.21 t" and carbon(0.583) == "583 kg"
 
 
 def test_node_counts_surround_the_recipe():

@@ -59,7 +59,7 @@ def test_the_map_says_out_of_memory(work):
     maps = [i["figure"]["data"] for i in shown(work)["sections"][1]["items"]]
     assert len(maps) == 2  # one for each number of devices
     for one in maps:
-        assert "OOM" in json.dumps(one) and one[-1]["x"][:2] == ["micro-batch 2", "micro-batch 4"]
+        assert "OOM" in json.dumps(one) and one[-1]["x"][:2] == ["2", "4"]
 
 
 def test_names_of_points_lead_to_their_runs(work):

@@ -10,12 +10,12 @@ import typer
 from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError
-from windlass.units import parse_tokens, print_tokens
+from windlass.units import parse_tokens, print_kwh, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.budget import BudgetResult
 
-DROP = ("CO2e", "tokens per parameter", "MWh")
+DROP = ("CO2e", "tokens per parameter", "energy")
 
 
 def budget(
@@ -113,7 +113,7 @@ def _lines(result: BudgetResult, target: float | None) -> list[str]:
     if target:
         needs = []
         for pair in (p for p in result.pairs if p.tokens == target):
-            energy = "" if pair.kwh is None else f", {pair.kwh / 1000:,.1f} MWh"
+            energy = "" if pair.kwh is None else f", {print_kwh(pair.kwh)}"
             over = "" if pair.fits else " (over budget)"
             needed = "does not fit on any layout" if pair.days is None else f"{pair.days:,.1f} days{energy}{over}"
             needs.append(f"{size_text(pair.parameters)} {needed}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.output import console, table
+from windlass.cli.output import console, table, working
 from windlass.errors import RunError, WindlassError
 from windlass.units import print_bytes, print_seconds
 
@@ -81,7 +81,9 @@ def demo(
         out.print(f"\n[bold cyan]\\[{number}/{len(SECTIONS)}] {title}:[/bold cyan] [dim]{reason}[/dim]")
         argv = [part.format(**values) for part in template]
         if not argv:
-            for line in _gather(story) if number == 1 else [_measure(story)]:
+            with working("gathering texts" if number == 1 else "timing matrix products"):
+                lines = _gather(story) if number == 1 else [_measure(story)]
+            for line in lines:
                 out.print(f"  {line}", markup=False)
             continue
         # As a user would type it: names with spaces in quotes, on one line.

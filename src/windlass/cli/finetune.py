@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.options import JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption, option_groups
-from windlass.cli.output import show
+from windlass.cli.output import show, working
 from windlass.files import write_json
 
 if TYPE_CHECKING:
@@ -86,13 +86,14 @@ def finetune(
     Each seed is a run like any other: it resumes where it stopped, and `watch`, `report` and `dash` show it. A
     finished run is not trained again; it is an error if its settings differ.
     """
-    from windlass.cli.evaluate import score_table
-    from windlass.clusters.scheduler import place
-    from windlass.convert.config_json import is_hf_folder
-    from windlass.evaluate.finetune import LENGTH, mean_scores, read_task, seed_result, summary, tune_recipe
-    from windlass.runs.folder import open_run
-    from windlass.runs.scores import append_scores
-    from windlass.runs.starts import last_start
+    with working("importing torch", quiet=as_json):
+        from windlass.cli.evaluate import score_table
+        from windlass.clusters.scheduler import place
+        from windlass.convert.config_json import is_hf_folder
+        from windlass.evaluate.finetune import LENGTH, mean_scores, read_task, seed_result, summary, tune_recipe
+        from windlass.runs.folder import open_run
+        from windlass.runs.scores import append_scores
+        from windlass.runs.starts import last_start
 
     tune, seq_len = read_task(options.task_file, options.keys())
     # A file of a task has the task's name; else a run is named after its training file, a score after its test file.

@@ -17,7 +17,16 @@ from rich.table import Table
 from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, LaunchError, WindlassError
 from windlass.files import write_atomic
-from windlass.units import parse_tokens, print_share, print_tokens
+from windlass.units import (
+    GIB,
+    parse_tokens,
+    print_bytes,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_share,
+    print_tokens,
+)
 
 if TYPE_CHECKING:
     from windlass.clusters import Cluster
@@ -255,11 +264,11 @@ def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tu
 
 
 def _parts(result: dict[str, Any]) -> list[Table | str | None]:
-    """The chosen values, the best layout and the next commands."""
+    """The chosen values, the first layout and the next commands."""
     from windlass.cli import with_pages
 
     plan, reasons = result["plan"], result["reasons"]
-    mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {print_share(plan['mfu'], digits=0)}"
+    mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {print_share(plan['mfu'])}"
     missing_store = "" if result["store_exists"] or not result["store"] else "does not exist yet"
     rows = [
         ("cluster", result["cluster"], reasons["cluster"]),
@@ -275,10 +284,10 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
     return [
         table(f"wrote {result['recipe']}", ("", "value", "reason"), rows),
         data_file,
-        f"best layout: {layout}: {plan['reason']}",
-        f"it needs {plan['memory_gib']:.1f} of {plan['memory_limit_gib']:.1f} GiB, "
-        f"{plan['tokens_per_second']:,.0f} tokens/s ({mfu}), {plan['days']:.3g} days, "
-        f"{plan['node_hours']:,.0f} node-hours",
+        f"first layout: {layout}: {plan['reason']}",
+        f"it needs {print_bytes(plan['memory_gib'] * GIB)} of {print_bytes(plan['memory_limit_gib'] * GIB)}, "
+        f"{print_rate(plan['tokens_per_second'])} ({mfu}), {print_seconds(plan['days'] * 86_400)}, "
+        f"{print_node_hours(plan['node_hours'])}",
         "next:",
         *(f"  {with_pages(command)}" for command in result["next"]),
     ]

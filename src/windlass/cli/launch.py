@@ -21,9 +21,17 @@ from windlass.cli.options import (
     RunArgument,
     ScratchOption,
 )
-from windlass.cli.output import bar, console, print_json, show, table, text_of, working
+from windlass.cli.output import bar, console, print_json, show, table, working
 from windlass.errors import ConfigError, RunError, WindlassError
-from windlass.units import print_bytes, print_joules, print_seconds
+from windlass.units import (
+    print_bytes,
+    print_figure,
+    print_joules,
+    print_kwh,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+)
 
 if TYPE_CHECKING:
     from windlass.launch.ledger import LedgerEntry
@@ -178,14 +186,14 @@ def _plan_table(prepared: PreparedLaunch) -> Table:
     """Time and cost, of one job and of the whole run."""
     plan, cost, job = prepared.plan, prepared.cost, prepared.job
     limit = "no limit" if job.seconds == float("inf") else print_seconds(job.seconds)
-    speed = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.tokens_per_second else ""
+    speed = f", {print_rate(plan.tokens_per_second)}" if plan.tokens_per_second else ""
     jobs = f"{job.links} job{'s' if job.links > 1 else ''}"
     needed = f"; about {cost.expected_links} needed for the whole run" if cost.expected_links else ""
 
     def amount(hours: float | None, units: float | None) -> str:
         if hours is None:
             return "unknown"
-        return f"{hours:,.1f} node-hours" + ("" if units is None else f" = {units:,.0f} {cost.unit}s")
+        return print_node_hours(hours) + ("" if units is None else f" = {print_figure(units)} {cost.unit}s")
 
     whole_run = amount(cost.expected_node_hours, cost.expected_units)
     rows = [
@@ -200,7 +208,7 @@ def _plan_table(prepared: PreparedLaunch) -> Table:
         ("cost of the whole run", f"{whole_run}, expected" if cost.expected_node_hours is not None else whole_run),
         (
             "energy of the whole run",
-            "unknown" if cost.expected_kwh is None else f"{cost.expected_kwh:,.0f} kWh, expected",
+            "unknown" if cost.expected_kwh is None else f"{print_kwh(cost.expected_kwh)}, expected",
         ),
         ("one checkpoint", "unknown" if plan.checkpoint_bytes is None else print_bytes(plan.checkpoint_bytes)),
     ]
@@ -249,13 +257,13 @@ def jobs(
         for title, group in zip(("Per run", "Per project"), groups.values(), strict=True):
             lines = []
             for t in group:
-                units = "unknown" if t.units is None else f"{t.units:,.1f} {t.unit}s"
+                units = "unknown" if t.units is None else f"{print_figure(t.units)} {t.unit}s"
                 notes = [f"duration of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
                 notes += [f"energy not measured in {t.unmeasured} of {t.jobs} jobs"] if t.unmeasured else []
                 lines.append(
-                    (t.name, t.jobs, f"{t.node_hours:,.2f}", units, print_joules(t.energy_joules), "; ".join(notes))
+                    (t.name, t.jobs, print_figure(t.node_hours), units, print_joules(t.energy_joules), "; ".join(notes))
                 )
-            tables.append(table(title, columns, lines, right=(1, 2, 3, 4)))
+            tables.append(table(title, columns, lines, right=(1, 2, 3, 4), drop=("jobs", "units")))
         show(as_json, {**listed, **groups}, *tables)
     elif run:
         forecast = usage.forecast_chain(runs[0], rows)
@@ -288,7 +296,7 @@ def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
         entry.nodes,
         "" if state.waiting else print_seconds(state.elapsed_seconds),
         "" if entry.limit_seconds is None else print_seconds(entry.limit_seconds),
-        text_of(entry.node_hours, ".2f"),
+        "unknown" if entry.node_hours is None else print_figure(entry.node_hours),
         entry.began_step,
         entry.step,
         state.evidence,

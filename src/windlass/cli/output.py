@@ -182,28 +182,25 @@ def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     if not quiet and not sys.stderr.isatty():
-        yield _log_progress(label)
+        began_at = logged_at = time.monotonic()
+        first: float | None = None  # what an earlier, interrupted command had done
+
+        def log(done: float, total: float, text: str = label) -> None:
+            nonlocal first, logged_at
+            first, now = done if first is None else first, time.monotonic()
+            if now - logged_at >= PROGRESS_SECONDS and total:
+                logged_at, left = now, ""
+                if done > first:
+                    left = f", {print_seconds((total - done) * (now - began_at) / (done - first))} left"
+                print(f"{print_text(text)}: {print_share(done / total, digits=0)}{left}", file=sys.stderr, flush=True)
+
+        yield log
         return
     label_column, eta = TextColumn("{task.description}", markup=False), TimeRemainingColumn(compact=True)
     columns = (label_column, BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("ETA"), eta)
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total, text=label: progress.update(task, completed=done, total=total, description=text)
-
-
-def _log_progress(label: str) -> Callable[..., None]:
-    began_at = logged_at = time.monotonic()
-    first: float | None = None  # what an earlier, interrupted command had done
-
-    def log(done: float, total: float, text: str = label) -> None:
-        nonlocal first, logged_at
-        first, now = done if first is None else first, time.monotonic()
-        if now - logged_at >= PROGRESS_SECONDS and total:
-            logged_at = now
-            left = f", {print_seconds((total - done) * (now - began_at) / (done - first))} left" if done > first else ""
-            print(f"{print_text(text)}: {print_share(done / total, digits=0)}{left}", file=sys.stderr, flush=True)
-
-    return log
 
 
 @contextlib.contextmanager

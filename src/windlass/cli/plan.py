@@ -12,7 +12,16 @@ from rich.text import Text
 from windlass.cli.options import AdjustOption, EngineProfileOption, JsonOption
 from windlass.cli.output import show, table, text_of, working
 from windlass.errors import ConfigError
-from windlass.units import GIB, print_joules, print_share, print_tokens
+from windlass.units import (
+    GIB,
+    print_bytes,
+    print_figure,
+    print_kwh,
+    print_node_hours,
+    print_rate,
+    print_share,
+    print_tokens,
+)
 
 if TYPE_CHECKING:
     from windlass.planner.changes import RecipeChange
@@ -116,16 +125,16 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
             p.rank,
             p.candidate.describe(micro_batch=False) + (" (recipe)" if p.from_recipe else ""),
             f"{p.layout.micro_batch} x {p.layout.accumulation} x {p.layout.data:,}",
-            f"{p.memory.needed / GIB:.1f}",
-            f"{p.step.tokens_per_second_per_device:,.0f}",
+            print_bytes(p.memory.needed),
+            print_rate(p.step.tokens_per_second_per_device, unit=""),
             mfu_text(p),
             training_time(p),
-            "unknown" if p.energy.kwh is None else print_joules(p.energy.kwh * 3.6e6, 1),
+            print_kwh(p.energy.kwh),
             carbon(p.energy.tco2e),
         )
         for p in plans.plans
     ]
-    columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
+    columns = ("", "layout", "batch", "memory", "tokens/s", "MFU", "time", "energy", "CO2e")
     params = task.model.params
     active = "" if task.recipe.model.experts is None else f" ({params.active / 1e9:.3g}B active)"
     smallest = f"{min(task.size.smaller) * task.seq_len:,} to " if task.size.smaller else ""
@@ -142,11 +151,11 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
 
 
 def _footnotes(plans: Plans) -> list[str]:
-    """Conventions, cost of the best, what was searched, and every warning."""
+    """Conventions, cost of the first, what was searched, and every warning."""
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.planner import record, search
-    from windlass.planner.page import amount, carbon, outside_measured
+    from windlass.planner.page import carbon, outside_measured
 
     task, best, grid = plans.task, plans.best, plans.task.grid
     achievable = ""
@@ -158,18 +167,18 @@ def _footnotes(plans: Plans) -> list[str]:
             f"{'such a device' if same_device else 'a device of its kind'}"
         )
     unit = task.cluster.billing.unit
-    units = "" if best.units is None or unit in ("hour", "node-hour") else f", {amount(best.units)} {unit}s"
+    units = "" if best.units is None or unit in ("hour", "node-hour") else f", {print_figure(best.units)} {unit}s"
     kwh = best.energy.kwh
-    used = "" if kwh is None else f", {print_joules(kwh * 3.6e6, 1)} and {carbon(best.energy.tco2e)} CO2e"
+    used = "" if kwh is None else f", {print_kwh(kwh)} and {carbon(best.energy.tco2e)} CO2e"
     market = "" if best.energy.market_tco2e is None else f"; market-based {carbon(best.energy.market_tco2e)}"
     near = next((r for r in plans.rejected if not r.from_recipe and r.memory_gib is not None), None)
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
-        "batch: micro-batch x accumulation x replicas, in sequences; tokens/s and GiB are per device.",
+        "batch: micro-batch x accumulation x replicas, in sequences; memory and tokens/s are per device.",
         search.RANKING,
         f"MFU counts {best.step.mfu_convention} FLOPs as a share of {record.mfu_denominator(task)}{achievable}. "
-        f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
-        f"The first takes {amount(best.node_hours)} node-hours{units}{used}. "
+        f"{print_bytes(task.limit_bytes)} are usable per device.",
+        f"The first takes {print_node_hours(best.node_hours)}{units}{used}. "
         f"Energy includes facility overhead (PUE {best.energy.pue:g}); "
         f"CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
@@ -196,7 +205,7 @@ def _explanation_parts(explanation: LayoutExplanation) -> list[Any]:
     parts += [f"  {sentence}" for sentence in explanation.sentences]
     if plan is None:
         return parts
-    best_title = f"best: {best.candidate.describe()}" if best else "nothing fits"
+    first_title = f"first: {best.candidate.describe()}" if best else "nothing fits"
     for title, scale, own, others in (
         ("memory per device, GiB", GIB, plan.memory_terms, best.memory_terms if best else {}),
         ("one optimizer step, seconds", 1.0, plan.step.terms, best.step.terms if best else {}),
@@ -204,5 +213,5 @@ def _explanation_parts(explanation: LayoutExplanation) -> list[Any]:
         totals = ("total", sum(own.values()), sum(others.values()) if others else None)
         terms = [*((name, own.get(name), others.get(name)) for name in dict.fromkeys([*own, *others])), totals]
         rows = [(name, *("-" if v is None else f"{v / scale:,.3f}" for v in values)) for name, *values in terms]
-        parts.append(table(title, ("term", explanation.candidate.describe(), best_title), rows, right=(1, 2)))
+        parts.append(table(title, ("term", explanation.candidate.describe(), first_title), rows, right=(1, 2)))
     return parts

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.options import EngineProfileOption, JsonOption
-from windlass.cli.output import show, table, text_of, working
+from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError
-from windlass.units import print_bytes, print_figure, print_rate, print_seconds, print_share
+from windlass.units import (
+    print_bytes,
+    print_figure,
+    print_kwh,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_share,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
 
-POINT_DROP = ("kWh", "node-hours", "MFU", "OOM risk", "time")
+POINT_DROP = ("energy", "node-hours", "MFU", "OOM risk", "time")
 BEST_DROP = ("point", "energy", "seeds", "time", "texts/s")
 
 
@@ -192,7 +200,7 @@ def _show_dry(
             print_share(e.mfu),
             print_seconds(e.seconds),
         ]
-        cost = [text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g")]
+        cost = ["unknown" if e.node_hours is None else print_figure(e.node_hours), print_kwh(e.kwh)]
         if e.verdict in ("illegal", "unknown"):
             text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
         if point.recipe is not None and point.wanted_batch_tokens is not None:
@@ -200,12 +208,14 @@ def _show_dry(
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
-    columns = ("point", "prediction", "memory", "OOM risk", "tokens/s per device", "MFU", "time", "node-hours", "kWh")
+    speeds, costs = ("tokens/s per device", "MFU", "time"), ("node-hours", "energy")
+    columns = ("point", "prediction", "memory", "OOM risk", *speeds, *costs)
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
-        charged = total.units is not None and total.unit not in ("", "hour")
-        units = f", {total.units:,.0f} {total.unit}s" if charged else ""
-        sums = f"total {print_figure(total.node_hours)} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
+        units = ""
+        if total.units is not None and total.unit not in ("", "hour"):
+            units = f", {print_figure(total.units)} {total.unit}s"
+        sums = f"total {print_node_hours(total.node_hours)}{units}, {print_kwh(total.kwh)}; "
         sums += f"{print_seconds(total.seconds)} if run one after another"
     skipped = f"{total.skipped} skipped as out of memory (probability at least {print_share(sweep.skip_oom, digits=0)})"
     show(

@@ -110,11 +110,11 @@ def car_equivalent(kg: float) -> str:
     return f"{distance} by car (350 g CO2e per km, GPT-NL's comparison)"
 
 
-def print_carbon(kg: float | None) -> str:
-    """`14.2 t CO2e`, `380 kg CO2e`, `1.2 g CO2e`; None is unknown."""
+def print_carbon(kg: float | None, unit: str = " CO2e") -> str:
+    """`14.2 t CO2e`, `380 kg CO2e`, `1.2 g CO2e`; None is unknown. `unit` is empty in a column of that name."""
     if kg is None:
         return "unknown"
-    for scale, unit in ((1e3, "t CO2e"), (1.0, "kg CO2e")):
+    for scale, mass in ((1e3, "t"), (1.0, "kg")):
         if abs(kg) >= 0.9995 * scale:
-            return f"{print_figure(kg / scale)} {unit}"
-    return f"{print_figure(kg * 1e3)} g CO2e"
+            return f"{print_figure(kg / scale)} {mass}{unit}"
+    return f"{print_figure(kg * 1e3)} g{unit}"

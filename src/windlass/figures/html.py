@@ -218,7 +218,11 @@ def _heat(heat: Heat) -> dict[str, Any]:
         **shared,
         "z": [list(row) for row in heat.values],
         "colorscale": [list(stop) for stop in HEAT],
-        "colorbar": {"title": {"text": heat.unit, "font": {"color": INK}}, "tickfont": {"color": INK}},
+        "colorbar": {
+            "title": {"text": heat.unit, "font": {"color": INK}},
+            "tickfont": {"color": INK},
+            "separatethousands": True,
+        },
         "hoverongaps": False,
     }
     if heat.scale is not None:
@@ -243,7 +247,7 @@ def _layout(item: Chart | Heat) -> dict[str, Any]:
     ink = {"color": INK}
     axis = {
         "gridcolor": GRID, "zerolinecolor": GRID, "linecolor": SOFT, "tickfont": {"size": 14, **ink},
-        "automargin": True,
+        "automargin": True, "separatethousands": True,
     }  # fmt: skip
     corner = {"x": 0, "xanchor": "left", "xref": "container", "y": 0.98, "yref": "container", "yanchor": "top"}
     return {

@@ -104,7 +104,7 @@ def _heat(rows: Sequence[Row], pair: Sequence[str], key: str, goal: str, title_e
     grid = [[cell(y, x) for x in xs] for y in ys]
     return Heat(
         title=f"{title_of(key)} by {_short(down)} and {_short(across)}{title_end}",
-        x=[f"{_short(across)} {_value_text(x)}" for x in xs],
+        x=[_value_text(x) for x in xs],
         y=[_value_text(y) for y in ys],
         values=tuple(tuple(value for value, _ in row) for row in grid),
         labels=tuple(tuple(label for _, label in row) for row in grid),

@@ -20,7 +20,7 @@ from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError
 from windlass.launch.job import BatchJob, fast_storage, find_partition, fits_nodes
 from windlass.launch.script import render
-from windlass.units import print_bytes, print_quota, print_seconds
+from windlass.units import print_bytes, print_figure, print_node_hours, print_quota, print_seconds
 
 # How much earlier than asked SLURM may send --signal (man sbatch).
 EARLY_SECONDS = 60.0
@@ -506,16 +506,20 @@ def check_budget(
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours
-    available = f"{left:,.1f} of {budget:,.1f} left ({used_node_hours:,.1f} used or running)"
-    run = "" if needed_node_hours is None else f"; the whole run is expected to need {needed_node_hours:,.1f} more"
-    text = f"up to {asked_node_hours:,.1f} node-hours requested, {available}{run}"
+    available = f"{print_figure(left)} of {print_figure(budget)} left ({print_figure(used_node_hours)} used or running)"
+    run = (
+        ""
+        if needed_node_hours is None
+        else f"; the whole run is expected to need {print_figure(needed_node_hours)} more"
+    )
+    text = f"up to {print_node_hours(asked_node_hours)} requested, {available}{run}"
     advice = (
         "shorten launch.time or --chain, or correct launch.budget_node_hours",
         "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
     )
     if needed_node_hours is not None and needed_node_hours > left:
         need = (
-            f"the whole run is expected to need {needed_node_hours:,.0f} node-hours until it is finished, {available}"
+            f"the whole run is expected to need {print_node_hours(needed_node_hours)} until it is finished, {available}"
         )
         return [
             Finding("budget", "refuse", need, "train on fewer tokens or a smaller model (`windlass budget`)", advice[1])

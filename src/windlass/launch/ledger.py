@@ -19,7 +19,7 @@ from windlass.launch.job import folder_mark
 from windlass.launch.logs import log_files, read_tail
 from windlass.launch.slurm import state_from_log
 from windlass.runs import Run
-from windlass.units import print_seconds, print_tokens
+from windlass.units import print_figure, print_seconds, print_tokens
 
 # A heartbeat younger than this means that the run trains, even if the scheduler has forgotten its job.
 HEARTBEAT_SECONDS = 300.0
@@ -302,7 +302,7 @@ class ChainForecast:
 
     def lines(self) -> list[str]:
         progress = f"{print_tokens(self.tokens)} of {print_tokens(self.tokens_target)} tokens"
-        reserved = f"{self.node_hours_left:.2f} still reserved by waiting and running jobs"
+        reserved = f"{print_figure(self.node_hours_left)} still reserved by waiting and running jobs"
         end = "estimated end: unknown until the first steps are logged"
         if self.verdict != "go":
             end = f"the chain has ended: {self.reason}"
@@ -311,7 +311,7 @@ class ChainForecast:
             more = f", about {self.links_needed} more jobs" if self.links_needed else ""
             training = f"{print_seconds(self.remaining_seconds)} of training{more}"
             end = f"estimated end: {day} ({training}), if no job waits in the queue"
-        return [f"node-hours: {self.node_hours_used:.2f} used, {reserved}; {progress}", end]
+        return [f"node-hours: {print_figure(self.node_hours_used)} used, {reserved}; {progress}", end]
 
 
 def forecast_chain(run: Run, ledger: Sequence[LedgerEntry]) -> ChainForecast:

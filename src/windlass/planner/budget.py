@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.model import Device
@@ -101,6 +102,21 @@ def budget(question: Budget, sizes: Sequence[float] = MODEL_SIZES, tokens: Seque
     _check(question, sizes)
     device, b = load_device(question.cluster.device), question
     rows = tuple(_size_result(b, device, size) for size in sizes)
+    pairs = []
+    for row, count in product(rows, tokens):
+        pair = SizeTokensPair(parameters=row.parameters, tokens=count)
+        if row.tokens_per_second is not None and row.busy is not None:
+            days, power = count / row.tokens_per_second / DAY, node_power(device, b.cluster.node, row.busy)
+            used = energy(power, b.nodes, days * 24, b.cluster.grid, count)
+            pair = replace(
+                pair,
+                days=days,
+                node_hours=days * 24 * b.nodes,
+                kwh=used.kwh,
+                tco2e=used.tco2e,
+                fits=row.days is not None and days <= row.days * (1 + 1e-9),
+            )
+        pairs.append(pair)
     warnings = {
         "the MFU is predicted for a Llama-like model of each size with a batch of about 4M tokens; "
         "use --mfu if you have measured one": b.mfu is None,
@@ -123,7 +139,7 @@ def budget(question: Budget, sizes: Sequence[float] = MODEL_SIZES, tokens: Seque
         budget=b,
         device=device,
         rows=rows,
-        pairs=tuple(_pair(b, device, row, count) for row in rows for count in tokens),
+        pairs=tuple(pairs),
         best=min(
             (row for row in rows if row.loss is not None),
             key=lambda row: sum(row.loss.by_law.values()) if row.loss else 0.0,
@@ -278,22 +294,6 @@ def _size_result(b: Budget, device: Device, size: float) -> SizeResult:
         units=allocation_units(b.cluster.billing, b.nodes, hours),
         loss=expected_loss(size, tokens, b.unique_tokens),
         outside_measured=(*mfu_beyond(mfu, device, "bf16"), *tokens_beyond(tokens, size)),
-    )
-
-
-def _pair(b: Budget, device: Device, row: SizeResult, tokens: float) -> SizeTokensPair:
-    if row.tokens_per_second is None or row.busy is None:
-        return SizeTokensPair(parameters=row.parameters, tokens=tokens)
-    days = tokens / row.tokens_per_second / DAY
-    used = energy(node_power(device, b.cluster.node, row.busy), b.nodes, days * 24, b.cluster.grid, tokens)
-    return SizeTokensPair(
-        parameters=row.parameters,
-        tokens=tokens,
-        days=days,
-        node_hours=days * 24 * b.nodes,
-        kwh=used.kwh,
-        tco2e=used.tco2e,
-        fits=row.days is not None and days <= row.days * (1 + 1e-9),
     )
 
 

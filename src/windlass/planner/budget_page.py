@@ -5,10 +5,20 @@ from typing import Any
 from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, Note, Section, line, page
 from windlass.planner.budget import Budget, BudgetResult, SizeResult, size_text
 from windlass.planner.laws import CAVEATS, LAWS
-from windlass.planner.page import carbon, number
-from windlass.units import print_tokens, sentence
+from windlass.planner.page import carbon
+from windlass.units import print_kwh, print_node_hours, print_tokens, sentence
 
-BUDGET_COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "tokens per parameter", "MWh", "CO2e", "expected loss")
+BUDGET_COLUMNS = (
+    "size",
+    "MFU",
+    "tokens/s",
+    "days",
+    "tokens",
+    "tokens per parameter",
+    "energy",
+    "CO2e",
+    "expected loss",
+)
 
 
 def budget_json(result: BudgetResult) -> dict[str, Any]:
@@ -111,8 +121,8 @@ def fit_map(result: BudgetResult) -> Heat:
 def limits_text(b: Budget) -> str:
     limits = (
         f"{b.days:g} days" if b.days else "",
-        f"{b.node_hours:,.0f} node-hours" if b.node_hours else "",
-        f"{b.kwh:,.0f} kWh" if b.kwh else "",
+        print_node_hours(b.node_hours) if b.node_hours else "",
+        print_kwh(b.kwh) if b.kwh else "",
         f"{b.euros:,.0f} euros" if b.euros else "",
     )
     return " and ".join(filter(None, limits))
@@ -133,7 +143,7 @@ def table_rows(result: BudgetResult) -> list[tuple[object, ...]]:
             "-" if row.days is None else f"{row.days:,.1f}{bound}",
             "-" if row.tokens is None else print_tokens(row.tokens),
             "-" if row.tokens is None else f"{row.tokens / row.parameters:,.0f}",
-            "-" if e is None else number(None if e.kwh is None else e.kwh / 1000),
+            "-" if e is None else print_kwh(e.kwh),
             "-" if e is None else carbon(e.tco2e),
             "-" if loss is None else f"{loss.low:.2f} to {loss.high:.2f}{' *' if loss.extrapolated else ''}",
         )
@@ -146,13 +156,12 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
     cards: list[Item] = []
     if best is not None and best.tokens is not None and best.loss is not None:
         e = best.energy
-        mwh = None if e is None or e.kwh is None else e.kwh / 1000
         loss_range = f"{best.loss.low:.2f} to {best.loss.high:.2f} nats per token"
         values = [
             Card(size_text(best.parameters), "lowest expected loss", loss_range),
             Card(print_tokens(best.tokens), "tokens", f"{best.tokens / best.parameters:,.0f} per parameter"),
             Card(f"{best.days:,.1f}", "days", f"limited by {best.bound_by}"),
-            Card(number(mwh, 1, " MWh"), "energy including facility overhead"),
+            Card(print_kwh(e.kwh if e else None), "energy including facility overhead"),
             Card(carbon(e.tco2e if e else None), "CO2e, location-based"),
         ]
         cards = [Cards(values)]

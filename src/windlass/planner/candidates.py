@@ -141,21 +141,16 @@ def legal_degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[in
 
 
 def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[tuple[str, int]]:
-    kinds = _own_shards(task, tensor, pipeline, replicas)
-    if task.engine_profile is None or task.recipe.train.engine == "deepspeed":
+    engine, kinds = task.recipe.train.engine, [("none", 1)]
+    if replicas > 1:
+        kinds.append(("zero1", replicas))
+    if replicas > 1 and pipeline == 1:
+        kinds += [("zero2", replicas), ("full", replicas)]
+        if engine == "native":
+            node = default_shard_size(tensor, replicas, task.per_node)
+            sizes = {node * k for k in (1, 2, 4, 8, 16)} if task.nodes > 1 else {node}
+            sizes = {size for size in sizes if 1 < size < replicas and replicas % size == 0}
+            kinds += [(shard, size) for shard in HYBRID_SHARDS for size in sorted(sizes)]
+    if task.engine_profile is None or engine == "deepspeed":
         return kinds
     return [kind for kind in kinds if kind[0] in ENGINE_PROFILES[task.engine_profile].shards]
-
-
-def _own_shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[tuple[str, int]]:
-    if replicas == 1:
-        return [("none", 1)]
-    if pipeline > 1:
-        return [("none", 1), ("zero1", replicas)]
-    kinds = [("none", 1), ("zero1", replicas), ("zero2", replicas), ("full", replicas)]
-    if task.recipe.train.engine == "native":
-        node = default_shard_size(tensor, replicas, task.per_node)
-        sizes = {node * k for k in (1, 2, 4, 8, 16)} if task.nodes > 1 else {node}
-        sizes = {size for size in sizes if 1 < size < replicas and replicas % size == 0}
-        kinds += [(shard, size) for shard in HYBRID_SHARDS for size in sorted(sizes)]
-    return kinds

@@ -15,7 +15,7 @@ from windlass.layout.types import Layout
 from windlass.planner.candidates import enumerate_candidates, legal_degrees, problems
 from windlass.planner.search import TIE, Plan, Plans, estimate_all, plan, rank
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, divisors, print_share
+from windlass.units import divisors, print_rate, print_share
 
 # A batch or model that differs more is another experiment. A batch is proposed all the same where no layout divides
 # the recipe's own.
@@ -48,13 +48,12 @@ class RecipeChange:
         return [f"{key}={value}" for key, value in self.values.items()]
 
     def describe(self) -> str:
-        """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in total), 30.0 of 93.1 GiB`"""
+        """`nodes=16: none, micro_batch 8, 62,000 tokens/s per device (+15 % in total), 30 GiB of 93.1 GiB`"""
         p = self.plan
         gain = "" if self.gain is None else f" ({print_share(self.gain, digits=0, signed=True)} in total)"
         return (
             f"{' '.join(self.overrides)}: {p.candidate.describe()}, "
-            f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device{gain}, "
-            f"{p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB"
+            f"{print_rate(p.step.tokens_per_second_per_device)} per device{gain}, {p.memory_text}"
         )
 
     def advise(self, batch_tokens: int) -> str:
@@ -205,7 +204,14 @@ def ways_to_fit(plans: Plans) -> list[RecipeChange]:
         ("data.seq_len", [seq_len for seq_len in halves if seq_len >= SHORTEST_SEQ_LEN]),
         ("nodes", [nodes for nodes in doubles if nodes <= (task.cluster.nodes or 4096)]),
     )
-    ways = [*_first_fitting(task, [bf16] if bf16 else []), *_offloaded(task)]
+    ways = _first_fitting(task, [bf16] if bf16 else [])
+    # What the search does not try itself: on one device the optimizer, on several the weights too.
+    offload = "optimizer" if task.devices == 1 else "parameters"
+    valid = (c for c in enumerate_candidates(task, offload=offload) if not problems(task, c))
+    for p in rank(p for p in estimate_all(task, valid)[0] if p.fits)[:1]:
+        layout = p.layout.config().model_dump(exclude_defaults=True)
+        change = {**{f"layout.{key}": value for key, value in layout.items()}, "train.recompute": p.recompute}
+        ways.append(RecipeChange(values=change, plan=p, task=task))
     for key, values in kinds:
         alone = [{key: value} for value in values]
         ways += _first_fitting(task, [*alone, *({**bf16, **change} for change in alone if bf16)])
@@ -215,26 +221,6 @@ def ways_to_fit(plans: Plans) -> list[RecipeChange]:
 def _first_fitting(task: PlanTask, options: list[dict[str, Any]]) -> list[RecipeChange]:
     changes = (_price(task, None, values) for values in options)
     return list(islice((change for change in changes if change is not None), 1))
-
-
-def _offloaded(task: PlanTask) -> list[RecipeChange]:
-    """What the search does not try itself: on one device the optimizer, on several the weights too."""
-    kind = "optimizer" if task.devices == 1 else "parameters"
-    valid = (c for c in enumerate_candidates(task, offload=kind) if not problems(task, c))
-    best = rank(p for p in estimate_all(task, valid)[0] if p.fits)[:1]
-    return [
-        RecipeChange(
-            values={
-                **{
-                    f"layout.{key}": value for key, value in p.layout.config().model_dump(exclude_defaults=True).items()
-                },
-                "train.recompute": p.recompute,
-            },
-            plan=p,
-            task=task,
-        )
-        for p in best
-    ]
 
 
 def nothing_fits(plans: Plans, ways: list[RecipeChange] | None = None) -> PlanError:

@@ -17,7 +17,7 @@ from windlass.planner.search import (
     term_differences,
 )
 from windlass.planner.task import PlanTask
-from windlass.units import GIB
+from windlass.units import print_bytes
 
 KEYS = (*LayoutConfig.model_fields, "recompute")
 POLICIES = ("none", "selective", "full", "budget")
@@ -66,7 +66,7 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
     if preferred is not None and preferred.candidate != candidate:
         sentences.append(
             f"with the other values chosen by the planner: {preferred.candidate.describe()} fits in "
-            f"{preferred.memory.needed / GIB:.1f} GiB, {_speed(preferred)}"
+            f"{print_bytes(preferred.memory.needed)}, {_speed(preferred)}"
         )
     elif matches and preferred is None:
         sentences.append(f"none of the {len(matches):,} layouts with these values fits")
@@ -111,22 +111,21 @@ def parse_question(question: str) -> dict[str, object]:
 
 
 def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
-    sentences = [f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {_speed(p)}"]
+    sentences = [f"it fits: {p.memory_text}, {_speed(p)}"]
     if p.candidate == best.candidate:
         return [*sentences, f"it is ranked first of {plans.fitting:,} layouts that fit: {best.reason}"]
     compared = compare_with_first(p, best, min(map(rank_days, plans.plans)))
-    slower = f"it takes {p.days / best.days:.2f} times as long as the best ({best.candidate.describe()})"
-    sentences.append(slower if compared.slower > EQUAL else f"compared with the best: {compared.reason}")
+    slower = f"it takes {p.days / best.days:.2f} times as long as the first ({best.candidate.describe()})"
+    sentences.append(slower if compared.slower > EQUAL else f"compared with the first: {compared.reason}")
     sentences += [
-        f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the best"
+        f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the first"
         for name, own_seconds, best_seconds in term_differences(p, best)[:3]
         if abs(own_seconds - best_seconds) > 0.002 * best.step.seconds
     ]
     if p.layout.data < best.layout.data:
-        sentences.append(
-            f"{p.layout.data:,} replicas instead of {best.layout.data:,}: "
-            f"{p.layout.accumulation} micro-batches in a row instead of {best.layout.accumulation}"
-        )
+        replicas = f"{p.layout.data:,} replicas instead of {best.layout.data:,}"
+        in_a_row = f": {p.layout.accumulation} micro-batches in a row instead of {best.layout.accumulation}"
+        sentences.append(replicas + (in_a_row if p.layout.accumulation > best.layout.accumulation else ""))
     return sentences
 
 
@@ -156,11 +155,10 @@ def _too_big(task: PlanTask, p: Plan) -> list[str]:
     change = "no change of a single value makes it fit"
     if fitting:
         name, best = min(fitting.items(), key=lambda item: item[1].days)
-        change = f"the smallest change that fits: {name} ({best.memory.needed / GIB:.1f} GiB, {_speed(best)})"
+        change = f"the smallest change that fits: {name} ({print_bytes(best.memory.needed)}, {_speed(best)})"
     terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
     return [
-        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, "
-        f"{(p.memory.needed - p.limit_bytes) / GIB:.1f} GiB too much; the peak is at: {p.memory.moment}",
-        *(f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]),
+        f"it needs {p.memory_text}, {print_bytes(p.memory.needed - p.limit_bytes)} too much; the peak is at: {p.memory.moment}",
+        *(f"{name}: {print_bytes(size)}" for name, size in terms[:4]),
         change,
     ]

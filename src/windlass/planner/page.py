@@ -1,14 +1,26 @@
-"""HTML page of a plan: best layout, memory, ranking, step time, scaling, energy, assumptions."""
+"""HTML page of a plan: the first layout, memory, ranking, step time, scaling, energy, assumptions."""
 
 from collections.abc import Sequence
 
+from windlass.energy.carbon import print_carbon
 from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, fragment, line, page
 from windlass.planner.changes import RecipeChange, recommended
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import RANKING, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
-from windlass.units import GIB, print_seconds, print_share, print_tokens, sentence
+from windlass.units import (
+    GIB,
+    print_bytes,
+    print_figure,
+    print_kwh,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_share,
+    print_tokens,
+    sentence,
+)
 
 # Layouts in a chart; the ranking shows twice as many.
 SHOWN = 8
@@ -35,7 +47,7 @@ def plan_page(
     first = recommended(changes)
     advice = [] if first is None else [Note(first.advise(plans.best.batch_tokens), "warning")]
     sections = [
-        Section("The best layout", [*advice, *_best(plans)]),
+        Section("The first layout", [*advice, *_first(plans)]),
         Section("What fills the memory", _memory(plans)),
         Section("Ranking", [_ranking(plans)]),
         Section("Where the time of a step goes", [steps]),
@@ -75,22 +87,9 @@ def number(value: float | None, digits: int = 1, unit: str = "") -> str:
     return "unknown" if value is None else f"{value:,.{digits}f}{unit}"
 
 
-def amount(value: float) -> str:
-    """Integers, or two significant digits below 10: `3,652`, `0.15`."""
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
 def carbon(tonnes: float | None) -> str:
-    """Tonnes, kilograms or grams."""
-    if tonnes is None:
-        return "unknown"
-    if tonnes >= 1:
-        return f"{tonnes:,.1f} t"
-    return f"{tonnes * 1e3:,.1f} kg" if tonnes >= 1e-3 else f"{tonnes * 1e6:.2g} g"
-
-
-def _energy_text(kwh: float | None) -> str:
-    return "unknown" if kwh is None else f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.1f} kWh"
+    """`14.2 t`, where the label says CO2e."""
+    return print_carbon(None if tonnes is None else 1e3 * tonnes, unit="")
 
 
 def _layout_text(p: Plan | Rejected) -> str:
@@ -104,32 +103,31 @@ def _labels(plans: Sequence[Plan]) -> list[str]:
 def plan_fragment(p: Plan) -> str:
     """One layout in a notebook."""
     cards = Cards((
-        Card(training_time(p), "training time", f"{amount(p.node_hours)} node-hours"),
-        Card(f"{p.step.tokens_per_second_per_device:,.0f}", "tokens/s per device"),
+        Card(training_time(p), "training time", print_node_hours(p.node_hours)),
+        Card(print_rate(p.step.tokens_per_second_per_device, unit=""), "tokens/s per device"),
         Card(mfu_text(p), f"MFU ({p.step.mfu_convention})"),
-        Card(f"{p.memory.needed / GIB:.1f} GiB", f"of {p.limit_bytes / GIB:.1f} GiB per device"),
-        Card(_energy_text(p.energy.kwh), "energy including facility overhead"),
+        Card(print_bytes(p.memory.needed), f"of {print_bytes(p.limit_bytes)} per device"),
+        Card(print_kwh(p.energy.kwh), "energy including facility overhead"),
         Card(carbon(p.energy.tco2e), "CO2e, location-based"),
     ))  # fmt: skip
     return fragment(_layout_text(p), [cards, Note(sentence(p.reason))])
 
 
-def _best(plans: Plans) -> list[Item]:
+def _first(plans: Plans) -> list[Item]:
     task, p = plans.task, plans.best
     achievable = (
         "" if p.mfu_of_achievable is None else f"; {print_share(p.mfu_of_achievable, digits=0)} of the achievable rate"
     )
     rate = p.step.tokens_per_second_per_device
-    needed, limit = f"{p.memory.needed / GIB:.1f} GiB", f"{p.limit_bytes / GIB:.1f} GiB"
     cards = [
-        Card(training_time(p), "training time", f"{amount(p.node_hours)} node-hours"),
-        Card(f"{rate:,.0f}", "tokens/s per device", f"total {rate * task.devices:,.0f}"),
+        Card(training_time(p), "training time", print_node_hours(p.node_hours)),
+        Card(print_rate(rate, unit=""), "tokens/s per device", f"total {print_rate(rate * task.devices, unit='')}"),
         Card(mfu_text(p), f"MFU ({p.step.mfu_convention})", f"of {mfu_denominator(task)}{achievable}"),
-        Card(needed, f"of {limit} per device", f"peak: {p.memory.moment}"),
-        Card(_energy_text(p.energy.kwh), "energy including facility overhead", f"PUE {p.energy.pue:g}"),
+        Card(print_bytes(p.memory.needed), f"of {print_bytes(p.limit_bytes)} per device", f"peak: {p.memory.moment}"),
+        Card(print_kwh(p.energy.kwh), "energy including facility overhead", f"PUE {p.energy.pue:g}"),
         Card(carbon(p.energy.tco2e), "CO2e, location-based", f"market-based: {carbon(p.energy.market_tco2e)}"),
     ]
-    cards += [] if p.units is None else [Card(amount(p.units), f"{task.cluster.billing.unit}s charged")]
+    cards += [] if p.units is None else [Card(print_figure(p.units), f"{task.cluster.billing.unit}s charged")]
     batch = (
         f"{p.candidate.describe()}: {p.layout.data:,} replicas x micro-batch {p.layout.micro_batch} x "
         f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
@@ -173,7 +171,7 @@ def _memory(plans: Plans) -> list[Item]:
         _labels(shown),
         [{name: size / GIB for name, size in p.memory_terms.items()} for p in shown],
         "GiB",
-        (Mark(axis="y", at=limit_gib, label=f"{limit_gib:.1f} GiB usable"),),
+        (Mark(axis="y", at=limit_gib, label=f"{print_bytes(plans.task.limit_bytes)} usable"),),
         "At the moment of the peak, on the fullest device.",
     )
     # The recipe's own layout comes first, then the nearest that do not fit, then what a rule forbids.
@@ -186,17 +184,28 @@ def _memory(plans: Plans) -> list[Item]:
 
 def _ranking(plans: Plans) -> DataTable:
     shown = plans.plans[: 2 * SHOWN]
-    columns = ("", "layout", "replicas x accum", "GiB", "tokens/s/device", "MFU", "time", "energy", "CO2e", "reason")
+    columns = (
+        "",
+        "layout",
+        "replicas x accum",
+        "memory",
+        "tokens/s per device",
+        "MFU",
+        "time",
+        "energy",
+        "CO2e",
+        "reason",
+    )
     rows = [
         (
             p.rank,
             _layout_text(p),
             f"{p.layout.data:,} x {p.layout.accumulation}",
-            f"{p.memory.needed / GIB:.1f}",
-            f"{p.step.tokens_per_second_per_device:,.0f}",
+            print_bytes(p.memory.needed),
+            print_rate(p.step.tokens_per_second_per_device, unit=""),
             mfu_text(p),
             training_time(p),
-            _energy_text(p.energy.kwh),
+            print_kwh(p.energy.kwh),
             carbon(p.energy.tco2e),
             p.reason,
         )
@@ -215,7 +224,7 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
     rates = [p.tokens_per_second() or 0.0 for p in strong]
     series = [
         line("perfect", devices, [rates[0] / devices[0] * d for d in devices], dashed=True, colour=7),
-        line("best layout", devices, [p.tokens_per_second() for p in strong], colour=0),
+        line("first layout", devices, [p.tokens_per_second() for p in strong], colour=0),
     ]
     kinds = [k for k in ("none", "zero1", "full", "hybrid") if any(k in p.kinds for p in strong)]
     series += [
@@ -233,14 +242,14 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             p.nodes,
             p.devices,
             p.best.candidate.describe(),
-            f"{rate:,.0f}",
-            f"{print_share(rate / (rates[0] or 1.0) / (p.devices / devices[0]), digits=0)}",
+            print_rate(rate, unit=""),
+            print_share(rate / (rates[0] or 1.0) / (p.devices / devices[0]), digits=0),
             training_time(p.best),
-            _energy_text(p.best.energy.kwh),
+            print_kwh(p.best.energy.kwh),
         )
         for p, rate in zip(strong, rates, strict=True)
     ]
-    columns = ("nodes", "devices", "best layout", "tokens/s", "efficiency", "time", "energy")
+    columns = ("nodes", "devices", "first layout", "tokens/s", "efficiency", "time", "energy")
     return [
         Chart(
             title="Strong scaling: the same batch on more devices",
@@ -254,7 +263,7 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             "batch are omitted.",
         ),
         Chart(
-            title="MFU of the best layout",
+            title="MFU of the first layout",
             x_title="devices",
             y_title="MFU",
             series=tuple(mfu),
@@ -284,18 +293,21 @@ def _energy(plans: Plans) -> list[Item]:
     if not any(parts):
         return [Note("The device's power is unknown, so energy is unknown too.", "warning")]
     e, grid = plans.best.energy, task.grid
+    location, market = (
+        f"{'unknown' if grams is None else f'{grams:g}'} g/kWh" for grams in (grid.g_per_kwh, grid.market_g_per_kwh)
+    )
     rows = [
-        ("at the nodes", _energy_text(e.it_kwh)),
-        (f"including facility overhead (PUE {e.pue:g})", _energy_text(e.kwh)),
-        ("per billion tokens", number(e.kwh_per_billion_tokens, 1, " kWh")),
-        (f"CO2e, location-based ({number(grid.g_per_kwh, 1)} g/kWh)", carbon(e.tco2e)),
-        (f"CO2e, market-based ({number(grid.market_g_per_kwh, 1)} g/kWh)", carbon(e.market_tco2e)),
+        ("at the nodes", print_kwh(e.it_kwh)),
+        (f"including facility overhead (PUE {e.pue:g})", print_kwh(e.kwh)),
+        ("per billion tokens", print_kwh(e.kwh_per_billion_tokens)),
+        (f"CO2e, location-based ({location})", carbon(e.tco2e)),
+        (f"CO2e, market-based ({market})", carbon(e.market_tco2e)),
         ("cost of electricity", number(e.euros, 0, " euros")),
         ("assumptions", "; ".join(e.assumed) or "none"),
     ]
     return [
         stacked("Energy of the run", _labels(shown), parts, "MWh"),
-        DataTable(("the best layout", ""), rows, right=(1,)),
+        DataTable(("the first layout", ""), rows, right=(1,)),
     ]
 
 
@@ -306,7 +318,7 @@ def _cluster_facts(task: PlanTask) -> DataTable:
         ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + quoted),
         ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
         ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")),
-        ("usable memory", f"{task.limit_bytes / GIB:.1f} GiB"),
+        ("usable memory", print_bytes(task.limit_bytes)),
         ("links inside a node", number(links.intra_gbs, 0, " GB/s per device")),
         ("links to the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),

@@ -22,7 +22,7 @@ from windlass.planner.candidates import (
 )
 from windlass.planner.measured import mfu_beyond
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, nearest, print_share
+from windlass.units import GIB, nearest, print_bytes, print_share
 
 # Above this share of a device's memory the estimate's own error decides whether a layout runs; it is then ranked as if
 # it took this many times as long.
@@ -94,6 +94,10 @@ class Plan:
     @property
     def memory_share(self) -> float:
         return self.memory.needed / self.limit_bytes
+
+    @property
+    def memory_text(self) -> str:
+        return f"{print_bytes(self.memory.needed)} of {print_bytes(self.limit_bytes)}"
 
     @property
     def memory_terms(self) -> dict[str, float]:
@@ -270,10 +274,13 @@ def _mechanisms(p: Plan) -> int:
 
 def _too_big(p: Plan) -> Rejected:
     largest = sorted(p.memory_terms.items(), key=lambda item: -item[1])[:2]
-    terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    needed = p.memory.needed / GIB
-    reason = f"needs {needed:.1f} of {p.limit_bytes / GIB:.1f} GiB ({terms} GiB)"
-    return Rejected(candidate=p.candidate, reason=reason, memory_gib=needed, from_recipe=p.from_recipe)
+    terms = ", ".join(f"{name} {print_bytes(size)}" for name, size in largest)
+    return Rejected(
+        candidate=p.candidate,
+        reason=f"needs {p.memory_text} ({terms})",
+        memory_gib=p.memory.needed / GIB,
+        from_recipe=p.from_recipe,
+    )
 
 
 def _explain(task: PlanTask, ranked: Sequence[Plan], fitting: int) -> list[Plan]:
@@ -298,10 +305,23 @@ def _explain(task: PlanTask, ranked: Sequence[Plan], fitting: int) -> list[Plan]
 
 
 def compare_with_first(p: Plan, first: Plan, lowest_days: float) -> Plan:
-    """The plan with the reason why it is not the first. `lowest_days`: of all plans, as `rank` counts them."""
+    """The plan with the reason why it is not the first: `3.0 % slower: +0.51 s/step in matrix products`, or why it
+    ranks below although it is not slower. `lowest_days`: of all plans, as `rank` counts them."""
     slower = p.days / first.days - 1 if first.days else 0.0
-    p = replace(p, slower=slower, ranked_by="time" if slower > 0 else _ranked_by(p, first, lowest_days))
-    return replace(p, reason=_below_reason(p, first))
+    if slower <= 0:
+        speed = f"{print_share(-slower)} faster by the estimate" if slower < -EQUAL else "as fast"
+        ranked_by = _ranked_by(p, first, lowest_days)
+        reason = f"{speed}, not preferred: {_drawback(p, first, ranked_by)}" if ranked_by else speed
+        return replace(p, slower=slower, ranked_by=ranked_by, reason=reason)
+    name, own_seconds, first_seconds = max(term_differences(p, first), key=lambda term: term[1] - term[2])
+    extra = own_seconds - first_seconds
+    causes = [f"{extra:{'+,.0f' if extra >= 10 else '+.2g'}} s/step in {name}"] if extra > 0 else []
+    if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
+        texts = _differences(p, first)
+        causes.append(f"{texts['replicas']}, so {texts['accumulation']}")
+    speed = f"{print_share(slower)} slower" if slower > EQUAL else "as fast"
+    reason = speed + (f": {', '.join(causes)}" if causes else "")
+    return replace(p, slower=slower, ranked_by="time", reason=reason)
 
 
 def _ranked_by(p: Plan, first: Plan, lowest_days: float) -> str:
@@ -312,7 +332,7 @@ def _ranked_by(p: Plan, first: Plan, lowest_days: float) -> str:
 
 
 def _fit_text(p: Plan) -> str:
-    text = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
+    text = f"fits in {p.memory_text}"
     text += ", which is tight: measure first" if p.memory_share > TIGHT else ""
     if p.layout.offload != "none":
         text += "; nothing fits without offload; its copies are timed at an assumed 20 GB/s to host memory"
@@ -361,22 +381,6 @@ def _drawback(p: Plan, first: Plan, ranked_by: str) -> str:
     tight = f"tight memory (counts as {print_share(TIGHT_PENALTY - 1, digits=0)} slower)"
     parts = [tight] if p.memory_share > TIGHT >= first.memory_share else []
     return " and ".join([*parts, *([texts[ranked_by]] if ranked_by in texts else [])])
-
-
-def _below_reason(p: Plan, first: Plan) -> str:
-    """`3.0% slower: +0.51 s/step in matrix products`, or why it ranks below the first although it is not slower."""
-    if p.slower <= 0:
-        speed = f"{print_share(-p.slower)} faster by the estimate" if p.slower < -EQUAL else "as fast"
-        return f"{speed}, not preferred: {_drawback(p, first, p.ranked_by)}" if p.ranked_by else speed
-    name, own_seconds, first_seconds = max(term_differences(p, first), key=lambda term: term[1] - term[2])
-    extra = own_seconds - first_seconds
-    causes = [f"{extra:{'+,.0f' if extra >= 10 else '+.2g'}} s/step in {name}"] if extra > 0 else []
-    if p.layout.data < first.layout.data and p.layout.accumulation > first.layout.accumulation:
-        texts = _differences(p, first)
-        causes.append(f"{texts['replicas']}, so {texts['accumulation']}")
-    return (f"{print_share(p.slower)} slower" if p.slower > EQUAL else "as fast") + (
-        f": {', '.join(causes)}" if causes else ""
-    )
 
 
 def term_differences(p: Plan, best: Plan) -> list[tuple[str, float, float]]:

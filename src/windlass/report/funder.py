@@ -30,6 +30,17 @@ def funder_items(s: RunSummary) -> list[Item]:
     begins_from = base_model(s)
     origin = f"continued from {begins_from}" if begins_from else "from random weights" if s.recipe else "unknown"
     languages = ", ".join(stated(data_sources(s), *LANGUAGES)) or "unknown"
+    incidents = ("incidents", "unknown", "the run has no record of a start")
+    if (h := s.life) is not None:
+        lost, waits = print_seconds(sum(part.lost_seconds for part in h.segments)), "waits unknown"
+        if h.wall_seconds is not None and h.active_seconds is not None:
+            waits = f"{print_seconds(h.wall_seconds - h.active_seconds)} between attempts"
+        repeated = f"{figure(s, 'lost steps')} steps ({lost}) repeated, {waits}"
+        incidents = (
+            "incidents",
+            f"{counted(h.faults, 'fault')}, goodput {figure(s, 'goodput')}",
+            f"{repeated}; {figure(s, 'wall time')} from start to end",
+        )
     summary = _table(
         _project_row([s]),
         ("trained", s.name, f"{s.model}; {figure(s, 'parameters')} parameters, {origin}"),
@@ -37,7 +48,7 @@ def funder_items(s: RunSummary) -> list[Item]:
         ("where and when", f"{s.cluster}, {counted(s.nodes, 'node')}", period(s)),
         _compute_row([s], s.node_hours, attempts),
         *_energy_rows(s),
-        _incidents(s),
+        incidents,
     )
     plan = plan_table(s.plan_rows, "predicted by the plan") if s.plan_rows else Note("Plan: unknown (no plan.json).")
     return [summary, *_by_language(s), plan]
@@ -99,22 +110,6 @@ def _energy_rows(s: RunSummary) -> list[tuple[str, str, str]]:
         ("CO2e, market-based", figure(s, "CO2e, market-based"), method(c.market)),
         ("scope of the CO2e", "operation only", SCOPE),
     ]
-
-
-def _incidents(s: RunSummary) -> tuple[str, str, str]:
-    h = s.life
-    if h is None:
-        return ("incidents", "unknown", "the run has no record of a start")
-    lost = sum(part.lost_seconds for part in h.segments)
-    waits = "waits unknown"
-    if h.wall_seconds is not None and h.active_seconds is not None:
-        waits = f"{print_seconds(h.wall_seconds - h.active_seconds)} between attempts"
-    return (
-        "incidents",
-        f"{counted(h.faults, 'fault')}, goodput {figure(s, 'goodput')}",
-        f"{figure(s, 'lost steps')} steps ({print_seconds(lost)}) repeated, {waits}; "
-        f"{figure(s, 'wall time')} from start to end",
-    )
 
 
 def _by_language(s: RunSummary) -> list[Item]:

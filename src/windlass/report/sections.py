@@ -24,7 +24,6 @@ from windlass.report.tables import (
     checkpoint_table,
     energy_rows,
     figure,
-    kwh,
     life_rows,
     number,
     period,
@@ -40,6 +39,7 @@ from windlass.units import (
     WATT_HOURS_FROM,
     counted,
     print_bytes,
+    print_kwh,
     print_seconds,
     print_tokens,
 )
@@ -315,7 +315,23 @@ def evaluation(s: RunSummary) -> Section:
     items: list[Item] = []
     if s.val_loss is not None:
         items.append(Note(f"Validation loss {figure(s, 'validation loss')} nats per token."))
-    items += _by_source([e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None])
+    passes = [e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None]
+    if passes and len(passes[-1].sources) > 1:  # curves by source, and the last pass as a table
+        series = []
+        for name in dict.fromkeys(name for e in passes for name in e.sources):
+            steps = [e.step or 0 for e in passes if name in e.sources]
+            series.append(line(name, steps, [e.sources[name]["loss"] for e in passes if name in e.sources]))
+        chart = Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token")
+        items += [chart] if len(passes) > 1 else []
+        last = passes[-1]
+        losses = [("all", last.val_loss, last.bits_per_byte)]
+        for kind, parts in (("source", last.sources), ("language", last.languages)):
+            losses += [
+                (f"{kind} {k}", known_float(v["loss"]), known_float(v.get("bits_per_byte"))) for k, v in parts.items()
+            ]
+        last_rows = [(redact_text(name), number(loss), number(bits)) for name, loss, bits in losses]
+        caption = f"Last validation pass, after step {last.step}."
+        items.append(DataTable(("text", "loss", "bits per byte"), last_rows, right=(1, 2), caption=caption))
     # One row per task, group and metric: the newest, because a run is evaluated again as it goes on.
     names = ("task", "group", "metric")
     newest = {tuple(str(e.get(key)) for key in names): e for e in s.evaluations}
@@ -331,28 +347,6 @@ def evaluation(s: RunSummary) -> Section:
         items.append(DataTable(columns, rows, right=(3, 4, 5, 6), caption=caption))
     items = items or [Note("No scores are recorded; `windlass eval RUN` adds them.")]
     return Section("Evaluation", tuple(items), id="evaluation")
-
-
-def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
-    """Curves by source, and the last pass as a table; nothing where only one source is held out."""
-    if not passes or len(passes[-1].sources) < 2:
-        return []
-    last = passes[-1]
-    rows = [("all", last.val_loss, last.bits_per_byte)]
-    for kind, parts in (("source", last.sources), ("language", last.languages)):
-        rows += [(f"{kind} {k}", known_float(v["loss"]), known_float(v.get("bits_per_byte"))) for k, v in parts.items()]
-    table = DataTable(
-        ("text", "loss", "bits per byte"),
-        [(redact_text(name), number(loss), number(bits)) for name, loss, bits in rows],
-        right=(1, 2),
-        caption=f"Last validation pass, after step {last.step}.",
-    )
-    series = []
-    for name in dict.fromkeys(name for e in passes for name in e.sources):
-        steps = [e.step or 0 for e in passes if name in e.sources]
-        series.append(line(name, steps, [e.sources[name]["loss"] for e in passes if name in e.sources]))
-    chart = Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token")
-    return [chart, table] if len(passes) > 1 else [table]
 
 
 def stability_sections(s: RunSummary) -> list[Section]:
@@ -475,10 +469,10 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
     sums = together(summaries)
     text = "No run has measured energy."
     if sums["runs_measured"]:
-        facility = f", {kwh(sums['kwh'])} with PUE" if sums["kwh"] is not None else ""
+        facility = f", {print_kwh(sums['kwh'])} with PUE" if sums["kwh"] is not None else ""
         emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
         measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
-        text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
+        text = f"{measured}: {print_kwh(sums['it_kwh'])}{facility}{emitted}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2e", "power")

@@ -13,6 +13,7 @@ from windlass.units import (
     print_bytes,
     print_figure,
     print_joules,
+    print_kwh,
     print_node_hours,
     print_rate,
     print_seconds,
@@ -44,10 +45,6 @@ def number(value: float | None, digits: int = 4, unknown: str = "not measured") 
     return unknown if value is None else print_figure(value, digits)
 
 
-def kwh(value: float | None, unknown: str = "unknown") -> str:
-    return unknown if value is None else print_joules(value * 3.6e6)
-
-
 def count(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
 
@@ -71,11 +68,11 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "wall time": ("life.wall_seconds", print_seconds),
     "node-hours": ("node_hours", print_node_hours),
     "lost steps": ("life.lost_steps", count),
-    "IT energy": ("energy.carbon.it_kwh", kwh),
-    "energy with PUE": ("energy.carbon.kwh", kwh),
+    "IT energy": ("energy.carbon.it_kwh", print_kwh),
+    "energy with PUE": ("energy.carbon.kwh", print_kwh),
     "CO2e, location-based": ("energy.carbon.location_kg", print_carbon),
     "CO2e, market-based": ("energy.carbon.market_kg", print_carbon),
-    "energy per billion tokens": ("energy.kwh_per_billion_tokens", kwh),
+    "energy per billion tokens": ("energy.kwh_per_billion_tokens", print_kwh),
     "energy per token": ("energy.joules_per_token", print_joules),
     "energy per step": ("energy.joules_per_step", print_joules),
     "mean power": ("energy.mean_watts", print_watts),
@@ -149,7 +146,7 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
     if ledger.startup_joules is not None:
         rows.append(("before the first steps", print_joules(ledger.startup_joules), "imports, compilation, loading"))
     forecast = "plan.json has no energy" if e.forecast_kwh is None else "whole run, with PUE"
-    rows += [("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
+    rows += [("predicted by the plan", print_kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
     return [*rows, ("", "", c.co2_equivalent)] if c.co2_equivalent else rows
 
 
@@ -228,7 +225,7 @@ PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
     "tokens/s": lambda value: print_rate(value, unit=""),
     "MFU": lambda value: print_share(value, "not measured"),
     "bytes": print_bytes,
-    "kWh": lambda value: kwh(value, "not measured"),
+    "kWh": lambda value: print_kwh(value, "not measured"),
     "node-hours": print_node_hours,
     "s": lambda value: "not measured" if value is None else print_seconds(value),
 }

@@ -17,7 +17,7 @@ from windlass.layout.rules import nearest_batches
 from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import Plan, estimate_plan, on_devices, search
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import print_share
+from windlass.units import print_bytes, print_share
 
 # Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 %
 # (benchmarks/results/planner_accuracy.md).
@@ -151,7 +151,7 @@ def expect(
     return replace(
         expected,
         verdict="oom" if chance > 0.5 else "fits",
-        reason=f"shows {peak / 2**30:.1f} of {limit / 2**30:.1f} GiB that memory_limit allows",
+        reason=f"shows {print_bytes(peak)} of the {print_bytes(limit)} that memory_limit allows",
         oom_chance=chance,
         memory_limit_bytes=float(limit),
     )
@@ -166,7 +166,7 @@ def oom_chance(needed: float, limit: float) -> float:
 
 def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> Expectation:
     needed, limit = plan.memory.needed, plan.limit_bytes
-    chance, share = oom_chance(needed, limit), f"needs {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+    chance, share = oom_chance(needed, limit), f"needs {plan.memory_text}"
     seconds = sweep.startup + plan.days * 86400
     node_hours, rate = seconds / 3600 * task.nodes, task.cluster.billing.per_node_hour
     kwh = plan.energy.kwh

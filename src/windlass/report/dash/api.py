@@ -168,56 +168,53 @@ def _number(query: Query, name: str, default: float) -> float:
 
 
 def run_json(folder: Folder, query: Query) -> dict[str, Any]:
-    view = _view(folder, query)
-    notes = redact(read_notes(view.run).model_dump(mode="json"))
-    return {**_page(view), "notes": {**notes, "writable": os.access(view.run.path, os.W_OK)}}
-
-
-def _page(view: RunView) -> dict[str, Any]:
     """All texts and tables of one run; its curves come from `series`."""
+    view = _view(folder, query)
     with view.making:  # cached, so that fifty viewers cost as much as one
-        s, kept = view.summary(), view.page
-        if kept is not None and kept[0] is s and kept[1]["status"] == state(s):
-            return kept[1]
-        columns = view.columns()
-        warnings = [Note(f"This folder is incomplete: {s.problem}", "warning")] if s.problem else []
-        parts = [
-            Section("", (cards(s), *warnings), id="top"),
-            overview(s),
-            life(s, columns),
-            energy(s),
-            *stability_sections(s),
-            *plan_sections(s),
-            evaluation(s),
-            saves(s),
-            data_section(s),
-            environment(s),
-            conventions(),
-        ]
-        marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
-        page = {
-            "id": view.id,
-            "name": s.name,
-            "path": view.name,
-            "status": state(s),
-            "updated_at": s.updated_at,
-            "started_at": s.started_at,
-            "tokens": s.tokens,
-            "target_tokens": s.target_tokens,
-            "progress": progress(s),
-            "eta_seconds": s.eta_seconds,
-            "eta": None if s.eta_seconds is None else print_seconds(s.eta_seconds),
-            "metrics": columns.names(),
-            "events": redact(
-                [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
-            ),
-            "sections": redact([section_json(p) for p in parts]),
-            "lines": len(columns),
-            "first_time": first_known(columns.get("time")),  # NaN becomes null
-            "validations": validations(s, columns),
-        }
-        view.page = (s, page)
-        return page
+        s = view.summary()
+        if view.page is None or view.page[0] is not s or view.page[1]["status"] != state(s):
+            columns = view.columns()
+            warnings = [Note(f"This folder is incomplete: {s.problem}", "warning")] if s.problem else []
+            parts = [
+                Section("", (cards(s), *warnings), id="top"),
+                overview(s),
+                life(s, columns),
+                energy(s),
+                *stability_sections(s),
+                *plan_sections(s),
+                evaluation(s),
+                saves(s),
+                data_section(s),
+                environment(s),
+                conventions(),
+            ]
+            events = [
+                {"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()}
+                for e in [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
+            ]
+            page = {
+                "id": view.id,
+                "name": s.name,
+                "path": view.name,
+                "status": state(s),
+                "updated_at": s.updated_at,
+                "started_at": s.started_at,
+                "tokens": s.tokens,
+                "target_tokens": s.target_tokens,
+                "progress": progress(s),
+                "eta_seconds": s.eta_seconds,
+                "eta": None if s.eta_seconds is None else print_seconds(s.eta_seconds),
+                "metrics": columns.names(),
+                "events": redact(events),
+                "sections": redact([section_json(part) for part in parts]),
+                "lines": len(columns),
+                "first_time": first_known(columns.get("time")),  # NaN becomes null
+                "validations": validations(s, columns),
+            }
+            view.page = (s, page)
+        page = view.page[1]
+    notes = redact(read_notes(view.run).model_dump(mode="json"))
+    return {**page, "notes": {**notes, "writable": os.access(view.run.path, os.W_OK)}}
 
 
 def _views(folder: Folder, query: Query) -> list[RunView]:

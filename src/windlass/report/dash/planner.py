@@ -16,11 +16,22 @@ from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
 from windlass.models.presets import model_spec
 from windlass.planner.budget import model_near, shape_of_width, size_text
 from windlass.planner.changes import nothing_fits
-from windlass.planner.page import carbon, number, stacked
-from windlass.planner.record import plan_json
-from windlass.planner.search import RANKING, search
-from windlass.planner.task import make_task
-from windlass.units import parse_tokens, print_share, print_tokens
+from windlass.planner.page import carbon, mfu_text, outside_measured, stacked, training_time
+from windlass.planner.record import mfu_denominator, plan_json
+from windlass.planner.search import RANKING, Plan, search
+from windlass.planner.task import PlanTask, make_task
+from windlass.units import (
+    GIB,
+    parse_tokens,
+    print_bytes,
+    print_figure,
+    print_kwh,
+    print_node_hours,
+    print_rate,
+    print_seconds,
+    print_tokens,
+    sentence,
+)
 
 MODEL_KEYS = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
 # Offered by name, in the proportions of published models: values of MODEL_KEYS.
@@ -117,7 +128,7 @@ def recipe_table(q: PlannerQuestion) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
-    """The planner's answer: its best layout, and the ranked layouts as sections of the page."""
+    """The planner's answer: its first layout, and the ranked layouts as sections of the page."""
     table = recipe_table(q)
     recipe = validate(Recipe, table, "planner page")
     check(recipe)
@@ -125,23 +136,20 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
     plans = search(task)
     if not plans.plans:
         raise nothing_fits(plans)
-    rows = [plan_json(p, task) for p in plans.plans[:MAX_LAYOUTS]]
-    layouts = [p.candidate.describe() for p in plans.plans[:MAX_LAYOUTS]]
-    limit = rows[0]["memory_limit_gib"]
+    shown, first = plans.plans[:MAX_LAYOUTS], plans.best
     memory = stacked(
         "Memory by layout",
-        [f"{i}. {layout}" for i, layout in enumerate(layouts, 1)],
-        [r["memory_terms_gib"] for r in rows],
+        [f"{p.rank}. {p.candidate.describe()}" for p in shown],
+        [{name: size / GIB for name, size in p.memory_terms.items()} for p in shown],
         "GiB",
-        (Mark(axis="y", at=limit, label=f"{limit:.0f} GiB"),),
+        (Mark(axis="y", at=first.limit_bytes / GIB, label=print_bytes(first.limit_bytes)),),
     )
     ranking = DataTable(
-        ("layout", "days", "tokens/s per device", "MFU", "GiB", "MWh", "CO2e", "reason"),
+        ("layout", "time", "tokens/s per device", "MFU", "memory", "energy", "CO2e", "reason"),
         [
-            (layout, f"{r['days']:,.1f}", f"{r['tokens_per_second_per_device']:,.0f}", print_share(r["mfu"]),
-             f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]),
-             r["reason"])
-            for layout, r in zip(layouts, rows, strict=True)
+            (p.candidate.describe(), training_time(p), print_rate(p.step.tokens_per_second_per_device, unit=""),
+             mfu_text(p), print_bytes(p.memory.needed), print_kwh(p.energy.kwh), carbon(p.energy.tco2e), p.reason)
+            for p in shown
         ],
         right=(1, 2, 3, 4, 5, 6),
         strong=(0,),
@@ -149,35 +157,37 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
     )  # fmt: skip
     answer = {
         "question": q.model_dump(),
-        "best": rows[0],
-        "layout": layouts[0],
+        "best": plan_json(first, task),
+        "layout": first.candidate.describe(),
         "considered": plans.considered,
         "model": {**table["model"], "parameters": size_text(task.model.params.total)},
         "recipe": to_toml(table, RECIPE_COMMENT),
         "file": f"{table['name']}.toml",
     }
+    marks = (f"* {text}" for text in outside_measured(plans))
+    notes = (Note(text, "warning") for text in (*marks, *map(sentence, task.warnings)))
     return answer, [
-        Section("", (_cards(rows[0], layouts[0], q), *(Note(w, "warning") for w in task.warnings)), id="best"),
+        Section("", (_cards(first, task, q), *notes), id="best"),
         Section("Memory of a device", (memory,), id="memory"),
         Section("Ranked layouts", (ranking,), id="ranking"),
     ]
 
 
-def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:
-    note = f"{best['node_hours']:,.0f} node-hours"
+def _cards(p: Plan, task: PlanTask, q: PlannerQuestion) -> Cards:
+    note = print_node_hours(p.node_hours)
     if q.days is not None:
-        short = best["days"] - q.days
-        note = f"{short:.1f} days more than available" if short > 0 else f"within the available {q.days:g} days"
-    mwh, allocation = best["mwh"], best["allocation"]
-    energy = "unknown" if mwh is None else f"{mwh * 1000:,.0f} kWh" if mwh < 1 else f"{mwh:,.1f} MWh"
-    speed = f"{print_tokens(best['tokens_per_second'])} tokens/s, batch {print_tokens(best['batch_tokens'])}"
-    amount, unit = (number(allocation["amount"], 0), allocation["unit"]) if allocation else ("unknown", "allocation")
+        missing_seconds = (p.days - q.days) * 86_400
+        note = f"within the available {q.days:g} days"
+        if missing_seconds > 0:
+            note = f"{print_seconds(missing_seconds)} more than available"
+    rate = p.step.tokens_per_second_per_device * task.devices
+    charged = "unknown" if p.units is None else print_figure(p.units)
     return Cards((
-        Card(f"{best['days']:,.1f} days", "to train", note),
-        Card(layout, "preferred layout", speed),
-        Card(print_share(best["mfu"]), "MFU", str(best["mfu_denominator"])),
-        Card(f"{best['memory_gib']:.0f} GiB", "memory", f"of {best['memory_limit_gib']:.0f} GiB"),
-        Card(energy, "energy", f"PUE {best['pue']:g}"),
-        Card(carbon(best["tco2e"]), "CO2e, location-based", f"market-based: {carbon(best['tco2e_market'])}"),
-        Card(amount, unit, "charged"),
+        Card(training_time(p), "to train", note),
+        Card(p.candidate.describe(), "first layout", f"{print_rate(rate)}, batch {print_tokens(p.batch_tokens)}"),
+        Card(mfu_text(p), "MFU", mfu_denominator(task)),
+        Card(print_bytes(p.memory.needed), "memory", f"of {print_bytes(p.limit_bytes)}"),
+        Card(print_kwh(p.energy.kwh), "energy", f"PUE {p.energy.pue:g}"),
+        Card(carbon(p.energy.tco2e), "CO2e, location-based", f"market-based: {carbon(p.energy.market_tco2e)}"),
+        Card(charged, task.cluster.billing.unit, "charged"),
     ))  # fmt: skip

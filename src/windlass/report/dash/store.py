@@ -75,18 +75,15 @@ class RunView:
         columns = self.columns()
         return f"{'s' if columns.is_sample else 'w'}{columns.version}"
 
-    def _stamps(self) -> FileStamps:
-        run = self.run
-        return file_stamps(
-            run.metrics_file, run.events_file, run.energy_file, run.manifest_file, run.plan_file, run.eval_file
-        )
-
     def summary(self) -> RunSummary:
+        run = self.run
         with self.making:
-            columns, stamps = self.columns(), self._stamps()
-            kept = self._summary
+            columns, kept = self.columns(), self._summary
+            stamps = file_stamps(
+                run.metrics_file, run.events_file, run.energy_file, run.manifest_file, run.plan_file, run.eval_file
+            )
             if kept is None or kept[0] != stamps or kept[1] != columns.is_sample:
-                kept = self._summary = (stamps, columns.is_sample, collect(self.run, columns=columns))
+                kept = self._summary = (stamps, columns.is_sample, collect(run, columns=columns))
             return kept[2]
 
     def glance(self) -> tuple[RunSummary, list[float | None], RunNotes]:
@@ -164,7 +161,13 @@ class Folder:
         with self._lock:
             began = time.monotonic()
             if began - self._listed_at >= self._list_seconds:
-                views = {run.path: self._views.get(run.path) or self._new(run) for run in find_runs(self.root)}
+                views = {}
+                for run in find_runs(self.root):
+                    view = self._views.get(run.path)
+                    if view is None:
+                        relative = str(run.path.resolve().relative_to(self.root.resolve()))
+                        view = RunView(run, print_text(run.name if relative == "." else relative))
+                    views[run.path] = view
                 if self._views.keys() - views.keys() or not self.runs_version:
                     self.runs_version = self.rows_version + 1  # runs have disappeared: the page gets all rows again
                 if views.keys() != self._views.keys() or not views:
@@ -179,10 +182,6 @@ class Folder:
                 self._listed_at = time.monotonic()
                 self._list_seconds = max(LIST_SECONDS, (self._listed_at - began) / LIST_SHARE)
             return self._listed
-
-    def _new(self, run: Run) -> RunView:
-        relative = str(run.path.resolve().relative_to(self.root.resolve()))
-        return RunView(run, print_text(run.name if relative == "." else relative))
 
     def newest(self, count: int) -> list[RunView]:
         """At most `count` runs: those whose metrics were written last."""

@@ -43,7 +43,7 @@ function fileName(...parts) {
 }
 
 function layout(title, xTitle, yTitle, height) {
-  const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", linecolor: "var(--soft)", tickfont: { color: "var(--ink)", size: 14 }, automargin: true };
+  const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", linecolor: "var(--soft)", tickfont: { color: "var(--ink)", size: 14 }, automargin: true, separatethousands: true };
   return {
     title: { text: safe(title), font: { size: 18, color: "var(--ink)" }, x: 0.01, xanchor: "left", y: 0.97, yref: "container" },
     font: { size: 14, color: "var(--ink)" }, height: height || 330, margin: { l: 66, r: 18, t: 46, b: 50 },
