@@ -158,7 +158,8 @@ def _too_big(task: PlanTask, p: Plan) -> list[str]:
         change = f"the smallest change that fits: {name} ({print_bytes(best.memory.needed)}, {_speed(best)})"
     terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
     return [
-        f"it needs {p.memory_text}, {print_bytes(p.memory.needed - p.limit_bytes)} too much; the peak is at: {p.memory.moment}",
+        f"it needs {p.memory_text}, {print_bytes(p.memory.needed - p.limit_bytes)} too much; "
+        f"the peak is at: {p.memory.moment}",
         *(f"{name}: {print_bytes(size)}" for name, size in terms[:4]),
         change,
     ]
