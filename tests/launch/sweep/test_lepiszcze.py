@@ -134,7 +134,7 @@ def test_two_points_killed_and_continued(here: Path) -> None:
 def test_matrix_killed_at_random(here: Path) -> None:
     """2 models x 3 data sets x 2 batches x 1 and 2 processes, at once, and killed up to five times.
 
-    2026-11-17: 357 s of CPU time undisturbed (1,147 s at a load of 22 on two cores), killed 3 times, the same table."""
+    2026-11-17: 224 s undisturbed on two idle cores (308 s of CPU time)."""
     sets = ["polemo2", "cdsc_e", "kpwr_ner"]
     file = write_matrix(here, "matrix", ["models/one", "models/two"], sets, [16, 32], [1, 2], seeds=1)
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
