@@ -287,7 +287,7 @@ def lumi_scaling() -> str:
                     f"{plan['mfu']:.0%}",
                 ]
             )
-    return table(["model", "GCDs", "best layout", "tokens/s", "efficiency", "MFU"], rows)
+    return table(["model", "GCDs", "first layout", "tokens/s", "efficiency", "MFU"], rows)
 
 
 LANGUAGES = {"en": "English", "it": "Italian", "nl": "Dutch", "fi": "Finnish", "sv": "Swedish", "pl": "Polish"}

@@ -18,7 +18,8 @@ _BYTES = {
     **{f"{p}B": m for p, m in _BINARY.items()},
     **_BINARY,
 }
-_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+DAY = 86_400.0  # seconds
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": DAY, "w": 604800.0}
 _JOULES = {
     "J": 1.0, "kJ": 1e3, "MJ": 1e6, "GJ": 1e9,
     "Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9, "GWh": 3.6e12,
@@ -77,7 +78,7 @@ def parse_seconds(value: str | float) -> float:
         days, first, second, third = (int(part or 0) for part in clock.groups())
         if clock[1] is None and clock[4] is None:  # SLURM reads a plain pair as MM:SS, and D-HH:MM
             return float(first * 60 + second)
-        return float(days * 86400 + first * 3600 + second * 60 + third)
+        return float(days * DAY + first * 3600 + second * 60 + third)
     seconds = _amount(value, _SECONDS, "a duration", '"30m", "24h" or "2-00:00:00"')
     return _not_negative(seconds, "units.duration-s-possible", "a duration", "s")
 
@@ -155,9 +156,9 @@ def print_watts(watts: float | None) -> str:
     return f"{watts:.0f} W"
 
 
-def print_node_hours(hours: float | None) -> str:
-    """`1.25 node-hours`, `184,320 node-hours`; None is `unknown`."""
-    return "unknown" if hours is None else f"{print_figure(hours)} node-hours"
+def print_node_hours(hours: float | None, unit: str = " node-hours") -> str:
+    """`1.25 node-hours`, `184,320 node-hours`; None is `unknown`. `unit` is empty in a column of that name."""
+    return "unknown" if hours is None else f"{print_figure(hours)}{unit}"
 
 
 def print_seconds(seconds: float | None) -> str:
@@ -173,10 +174,10 @@ def print_seconds(seconds: float | None) -> str:
     if seconds < 3600:
         minutes, remaining = divmod(round(seconds), 60)
         return f"{minutes} min {remaining} s" if remaining else f"{minutes} min"
-    if seconds < 2 * 86400:
+    if seconds < 2 * DAY:
         hours, remaining = divmod(round(seconds / 60), 60)
         return f"{hours} h {remaining} min" if remaining else f"{hours} h"
-    return f"{_trim(seconds / 86400, 1)} days"
+    return f"{_trim(seconds / DAY, 1)} days"
 
 
 # Joules from which energies are written in watt-hours, so that a run and its forecast stand in one unit.

@@ -10,7 +10,7 @@ import typer
 from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError
-from windlass.units import parse_tokens, print_kwh, print_tokens
+from windlass.units import DAY, parse_tokens, print_kwh, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.budget import BudgetResult
@@ -120,7 +120,7 @@ def _lines(result: BudgetResult, target: float | None) -> list[str]:
         lines.append(f"{print_tokens(target)} tokens take: " + "; ".join(needs))
     longest_days = max((row.days for row in result.rows if row.days), default=None)
     if longest_days and question.mfu:
-        flops = question.devices * (result.device.bf16_tflops or 0) * 1e12 * 86_400 * longest_days * question.mfu
+        flops = question.devices * (result.device.bf16_tflops or 0) * 1e12 * DAY * longest_days * question.mfu
         total = f"{flops:.3g} FLOP ({flops / 1e24:.2f} YFLOP)"
         lines.append(f"Compute in {longest_days:,.1f} days at MFU {question.mfu:g}: {total}")
     if question.mfu is None:

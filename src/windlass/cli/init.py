@@ -18,6 +18,7 @@ from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError, LaunchError, WindlassError
 from windlass.files import write_atomic
 from windlass.units import (
+    DAY,
     GIB,
     parse_tokens,
     print_bytes,
@@ -286,7 +287,7 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
         data_file,
         f"first layout: {layout}: {plan['reason']}",
         f"it needs {print_bytes(plan['memory_gib'] * GIB)} of {print_bytes(plan['memory_limit_gib'] * GIB)}, "
-        f"{print_rate(plan['tokens_per_second'])} ({mfu}), {print_seconds(plan['days'] * 86_400)}, "
+        f"{print_rate(plan['tokens_per_second'])} ({mfu}), {print_seconds(plan['days'] * DAY)}, "
         f"{print_node_hours(plan['node_hours'])}",
         "next:",
         *(f"  {with_pages(command)}" for command in result["next"]),

@@ -261,7 +261,14 @@ def jobs(
                 notes = [f"duration of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
                 notes += [f"energy not measured in {t.unmeasured} of {t.jobs} jobs"] if t.unmeasured else []
                 lines.append(
-                    (t.name, t.jobs, print_figure(t.node_hours), units, print_joules(t.energy_joules), "; ".join(notes))
+                    (
+                        t.name,
+                        t.jobs,
+                        print_node_hours(t.node_hours, unit=""),
+                        units,
+                        print_joules(t.energy_joules),
+                        "; ".join(notes),
+                    )
                 )
             tables.append(table(title, columns, lines, right=(1, 2, 3, 4), drop=("jobs", "units")))
         show(as_json, {**listed, **groups}, *tables)
@@ -296,7 +303,7 @@ def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
         entry.nodes,
         "" if state.waiting else print_seconds(state.elapsed_seconds),
         "" if entry.limit_seconds is None else print_seconds(entry.limit_seconds),
-        "unknown" if entry.node_hours is None else print_figure(entry.node_hours),
+        print_node_hours(entry.node_hours, unit=""),
         entry.began_step,
         entry.step,
         state.evidence,

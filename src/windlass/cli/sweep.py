@@ -200,7 +200,7 @@ def _show_dry(
             print_share(e.mfu),
             print_seconds(e.seconds),
         ]
-        cost = ["unknown" if e.node_hours is None else print_figure(e.node_hours), print_kwh(e.kwh)]
+        cost = [print_node_hours(e.node_hours, unit=""), print_kwh(e.kwh)]
         if e.verdict in ("illegal", "unknown"):
             text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
         if point.recipe is not None and point.wanted_batch_tokens is not None:
@@ -208,8 +208,9 @@ def _show_dry(
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
-    speeds, costs = ("tokens/s per device", "MFU", "time"), ("node-hours", "energy")
-    columns = ("point", "prediction", "memory", "OOM risk", *speeds, *costs)
+    columns = (
+        "point", "prediction", "memory", "OOM risk", "tokens/s per device", "MFU", "time", "node-hours", "energy",
+    )  # fmt: skip
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
         units = ""

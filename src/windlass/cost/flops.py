@@ -5,7 +5,7 @@ from typing import Literal
 
 from windlass.errors import ConfigError
 from windlass.models.spec import LayerSpec, ModelSpec
-from windlass.units import print_share
+from windlass.units import DAY, print_share
 
 Convention = Literal["6N", "6N+attention", "6N+causal attention"]
 # Share of the square between positions that a convention counts.
@@ -121,4 +121,4 @@ def _utilisation(
 
 def training_days(flops: float, devices: int, peak_tflops: float, utilisation: float) -> float:
     """How long `devices` need at a given share of their peak."""
-    return flops / (devices * peak_tflops * 1e12 * utilisation) / 86_400
+    return flops / (devices * peak_tflops * 1e12 * utilisation) / DAY

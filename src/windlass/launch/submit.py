@@ -33,7 +33,7 @@ from windlass.runs import Run, create_run
 from windlass.runs.events import Saved
 from windlass.runs.folder import check_run_folder
 from windlass.runs.lock import holder
-from windlass.units import print_quota
+from windlass.units import DAY, print_quota
 
 # Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments.
 CHECKPOINT_BYTES = {"fp32": 12, "bf16": 8}
@@ -241,7 +241,7 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
         layout=chosen.layout.config(),
         reason=reason,
         findings=tuple(findings),
-        run_seconds=chosen.days * 86400,
+        run_seconds=chosen.days * DAY,
         step_seconds=chosen.step.seconds,
         tokens_per_second=chosen.batch_tokens / chosen.step.seconds,
         mfu=chosen.step.mfu,

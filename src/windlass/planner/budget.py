@@ -15,12 +15,12 @@ from windlass.planner.laws import ExpectedLoss, expected_loss
 from windlass.planner.measured import mfu_beyond, tokens_beyond
 from windlass.planner.search import plan
 from windlass.planner.task import check_nodes
+from windlass.units import DAY
 
 MODEL_SIZES = (1e9, 2e9, 7e9, 13e9, 30e9, 70e9)
 TOKENS = (100e9, 200e9, 450e9, 900e9, 1.8e12, 3e12, 6e12, 15e12)
 # Parameters for which `model_near` has a shape: with fewer, the embeddings leave nothing for layers.
 SHAPED_SIZES = (20e6, 10e12)
-DAY = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, No
 from windlass.planner.budget import Budget, BudgetResult, SizeResult, size_text
 from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon
-from windlass.units import print_kwh, print_node_hours, print_tokens, sentence
+from windlass.units import DAY, print_kwh, print_node_hours, print_tokens, sentence
 
 BUDGET_COLUMNS = (
     "size",
@@ -78,7 +78,7 @@ def curves(result: BudgetResult, target: float | None = None) -> Chart:
     longest = b.days or max((row.days for row in result.rows if row.days), default=100.0)
     days = [longest * i / 60 for i in range(1, 61)]
     series = [
-        line(size_text(row.parameters), days, [row.tokens_per_second * d * 86_400 for d in days])
+        line(size_text(row.parameters), days, [row.tokens_per_second * d * DAY for d in days])
         for row in result.rows
         if row.tokens_per_second
     ]

@@ -10,6 +10,7 @@ from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import RANKING, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.units import (
+    DAY,
     GIB,
     print_bytes,
     print_figure,
@@ -69,7 +70,7 @@ def plan_page(
 
 
 def training_time(p: Plan) -> str:
-    return print_seconds(p.days * 86_400)
+    return print_seconds(p.days * DAY)
 
 
 def mfu_text(p: Plan) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.config.save import SaveConfig, parse_interval
-from windlass.units import print_seconds, print_share
+from windlass.units import DAY, print_seconds, print_share
 
 # The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the
 # restart costs.
@@ -36,7 +36,7 @@ def choose_interval(
     ]
     if stall_seconds is not None and failures_per_day > 0:
         # Young and Daly: sqrt(2 x cost of a save x mean time between failures).
-        optimum = math.sqrt(2 * stall_seconds * 86400.0 / failures_per_day)
+        optimum = math.sqrt(2 * stall_seconds * DAY / failures_per_day)
         seconds = min(seconds, optimum)
         reasons.append(
             f"the optimum for a stall of {print_seconds(stall_seconds)} and {failures_per_day:g} failures a day "

@@ -17,7 +17,7 @@ from windlass.layout.rules import nearest_batches
 from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import Plan, estimate_plan, on_devices, search
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import print_bytes, print_share
+from windlass.units import DAY, print_bytes, print_share
 
 # Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 %
 # (benchmarks/results/planner_accuracy.md).
@@ -167,7 +167,7 @@ def oom_chance(needed: float, limit: float) -> float:
 def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> Expectation:
     needed, limit = plan.memory.needed, plan.limit_bytes
     chance, share = oom_chance(needed, limit), f"needs {plan.memory_text}"
-    seconds = sweep.startup + plan.days * 86400
+    seconds = sweep.startup + plan.days * DAY
     node_hours, rate = seconds / 3600 * task.nodes, task.cluster.billing.per_node_hour
     kwh = plan.energy.kwh
     return Expectation(

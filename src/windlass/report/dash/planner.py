@@ -21,6 +21,7 @@ from windlass.planner.record import mfu_denominator, plan_json
 from windlass.planner.search import RANKING, Plan, search
 from windlass.planner.task import PlanTask, make_task
 from windlass.units import (
+    DAY,
     GIB,
     parse_tokens,
     print_bytes,
@@ -176,7 +177,7 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
 def _cards(p: Plan, task: PlanTask, q: PlannerQuestion) -> Cards:
     note = print_node_hours(p.node_hours)
     if q.days is not None:
-        missing_seconds = (p.days - q.days) * 86_400
+        missing_seconds = (p.days - q.days) * DAY
         note = f"within the available {q.days:g} days"
         if missing_seconds > 0:
             note = f"{print_seconds(missing_seconds)} more than available"

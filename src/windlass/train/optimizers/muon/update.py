@@ -142,9 +142,9 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Every matrix of the batch (n, rows, columns) with its singular values moved to about 1, in the same dtype.
 
-    An iteration multiplies x by a polynomial of its Gram matrix x x^T, and the next Gram matrix follows from the two
-    without x. So matrices much longer than wide are multiplied after several iterations, by the product of their
-    polynomials: a quarter less arithmetic for 2,048 x 5,632."""
+    An iteration multiplies x by a polynomial of its Gram matrix x x^T. The next Gram matrix can be computed from these
+    two, without x. So the polynomials of several iterations are multiplied first where x has a long side: a quarter
+    less arithmetic for 2,048 x 5,632."""
     tall = matrices.shape[1] > matrices.shape[2]
     short, long = sorted(matrices.shape[1:])
     results = []
@@ -160,7 +160,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 def combined_polynomials(gram: Tensor, iterations: int) -> Tensor:
-    """What some iterations together multiply a matrix by, of its Gram matrix; all factors commute."""
+    """The factor by which this many iterations multiply a matrix, from its Gram matrix. Polynomials of one matrix
+    commute, so the order of the products does not matter."""
     product = polynomial = polynomial_of(gram)
     for _ in range(iterations - 1):
         gram = polynomial @ gram @ polynomial
