@@ -134,21 +134,29 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "asked to stop"])
-def test_the_parent_of_a_rank_of_srun_says_that_it_was_killed(run, end) -> None:
+@pytest.mark.parametrize("end", ["rank killed", "parent killed", "asked to stop"])
+def test_of_a_rank_of_srun_and_its_parent_each_says_that_the_other_was_killed(run, end) -> None:
     task = subprocess.Popen([sys.executable, "-c", ATTENDED, str(run.path)], start_new_session=True)
     while not (run.path / "pid").exists():
         assert task.poll() is None
         time.sleep(0.02)
-    moment = time.time()
-    if end == "killed":
-        os.kill(int((run.path / "pid").read_text()), signal.SIGKILL)
-    else:
+    rank_pid, moment = int((run.path / "pid").read_text()), time.time()
+    if end == "asked to stop":
         os.killpg(task.pid, signal.SIGTERM)  # SLURM sends it to every process of the task
-    assert task.wait(10) == (137 if end == "killed" else errors.EXIT_RESUMABLE)
+    else:
+        os.kill(rank_pid if end == "rank killed" else task.pid, signal.SIGKILL)
+    code = task.wait(10)
+    while _runs(rank_pid):
+        assert time.time() - moment < 5
+        time.sleep(0.02)
     faults = [(e.rank, e.kind, e.host, e.exit_code) for e in events(run, "fault") if e.time - moment < 5]
-    assert faults == ([(3, "killed", socket.gethostname(), 137)] if end == "killed" else [])
-    assert [(f.rank, f.is_cause) for f in run.faults()] == ([(3, True)] if end == "killed" else [])
+    if end == "asked to stop":
+        assert (code, faults, run.faults()) == (errors.EXIT_RESUMABLE, [], [])
+    else:
+        assert code == (137 if end == "rank killed" else -signal.SIGKILL)
+        assert faults == [(3, "killed", socket.gethostname(), 137)]
+        victim = rank_pid if end == "rank killed" else task.pid
+        assert [(f.rank, f.is_cause, f.pid) for f in run.faults()] == [(3, True, victim)]
 
 
 class FakeTime:

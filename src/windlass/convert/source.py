@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from windlass.blocks.cpu_products import use_onednn
 from windlass.checkpoint.files import list_saved, steps_on_disk
 from windlass.checkpoint.load import find_best, load_model_weights, weights_source
 from windlass.config import Recipe
@@ -69,6 +70,8 @@ def load_model(
     recipe: Recipe, folder: Path, device: torch.device, dtype: torch.dtype, *, verify: bool = True
 ) -> nn.Module:
     """The model with the weights of a folder, in evaluation mode. Memory is allocated once, on the device."""
+    if device.type == "cpu":
+        use_onednn()
     with torch.device("meta"):
         model = build_model(recipe.model, seq_len=recipe.data.seq_len)
     model = model.to(dtype).to_empty(device=device)

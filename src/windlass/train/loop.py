@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from windlass.blocks.attention.kernels import attention_kernel
+from windlass.blocks.cpu_products import use_onednn
 from windlass.checkpoint.files import SavedCheckpoint
 from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place
@@ -151,6 +152,8 @@ def build(
     # parallelize, optimizer
     beat = (lambda phase: None) if heartbeat is None else heartbeat.step_phase
     parts, optimizer, stepper = ENGINES.load(recipe.train.engine)(model, recipe, start.step, world, plan, beat)
+    if not world.cuda and use_onednn():
+        parts.notes.append("fp32 products: by oneDNN (an AMD processor with AVX-512)")
     # data
     stream = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -265,26 +266,37 @@ def killed_worker(rank: int, number: int) -> WorkerFault:
 
 
 def attend(run: Run, rank: int) -> None:
-    """Fork: the caller goes on as the child, and its parent stays to record at once that a signal killed it.
+    """Fork: the caller goes on as the child, and its parent stays. Each records at once that a signal ended the other.
 
     For the ranks of srun, which have no supervisor: srun ends the others of a killed rank two minutes later, and its
     own message is in the job's log only. SLURM sends signals to both processes, so the parent ignores them."""
-    with_parent = end_with_parent()
+    parent, (reader, writer) = os.getpid(), os.pipe()
     child = os.fork()
     if child == 0:
-        with_parent()
+        os.close(writer)
+
+        def leave_with_parent() -> None:
+            os.read(reader, 1)  # returns when the kernel closes the parent's end
+            _record_killed(run, killed_worker(rank, signal.SIGKILL), parent)
+            os._exit(128 + signal.SIGKILL)
+
+        threading.Thread(target=leave_with_parent, name="windlass-parent", daemon=True).start()
         return
+    os.close(reader)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code >= 0:
         os._exit(code)
     if code not in _STOPPED:
-        fault = killed_worker(rank, -code)
-        with contextlib.suppress(OSError):
-            write_fault(run, FaultRecord(**asdict(fault), pid=child, time=time.time()))
-            run.record(FaultEvent(**asdict(fault)))
+        _record_killed(run, killed_worker(rank, -code), child)
     os._exit(128 - code)
+
+
+def _record_killed(run: Run, fault: WorkerFault, pid: int) -> None:
+    with contextlib.suppress(OSError):
+        write_fault(run, FaultRecord(**asdict(fault), pid=pid, time=time.time()))
+        run.record(FaultEvent(**asdict(fault)))
 
 
 if __name__ == "__main__":
