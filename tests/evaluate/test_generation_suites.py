@@ -326,7 +326,7 @@ def test_vllm(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path, monkeypatch:
             ids = [[7, 8, tokenizer.eos], [9]]
             return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=one)]) for one in ids]
 
-    fake = types.SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options)
+    fake = types.SimpleNamespace(__version__="0", LLM=LLM, SamplingParams=lambda **options: options)
     monkeypatch.setitem(sys.modules, "vllm", fake)
     with pytest.raises(ConfigError) as error:
         VllmEngine(open_model(llama_run.path, weights=False))
@@ -337,9 +337,19 @@ def test_vllm(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path, monkeypatch:
     opened = open_model(tmp_path / "hf", weights=False)
     assert opened.model is None
     engine = VllmEngine(opened)
+    share = asked["options"].pop("gpu_memory_utilization")  # of a CPU's memory: half of what is free
+    assert 0 < share < 0.5
     assert asked["options"] == {"model": str(tmp_path / "hf"), "dtype": "float32", "max_model_len": 32}
     samplings = [Sampling(tokens=4, temperature=0, seed=n) for n in range(2)]
     ids = engine.complete([[1], [2, 3]], samplings, ends=[tokenizer.eos or 0], stops=["\n", "END"], strip=True)
     assert ids == [[7, 8], [9]] and asked["prompts"] == [{"prompt_token_ids": [1]}, {"prompt_token_ids": [2, 3]}]
     params = asked["params"][1]
     assert (params["max_tokens"], params["seed"], params["stop"]) == (4, 1, ["END"])
+
+    def fail(**options: Any) -> None:
+        raise RuntimeError("Engine core initialization failed\nmore")
+
+    monkeypatch.setattr(fake, "LLM", fail)
+    with pytest.raises(ConfigError) as error:
+        VllmEngine(opened)
+    assert error.value.code == "evaluate.vllm-failed" and "more" not in error.value.message

@@ -1,5 +1,6 @@
 """Answers of a model to the items of a task: prompts, engines that generate in batches, and stop strings."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ class VllmEngine:
     REQUESTS = 1024  # between two reports of progress
 
     def __init__(self, opened: OpenModel) -> None:
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for tables and --json
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
             import vllm
         except ImportError:
@@ -89,8 +92,20 @@ class VllmEngine:
                 hint=f"windlass export {opened.source.run.path} --to DIR, then windlass eval DIR --engine vllm",
             )
         self.vllm: Any = vllm
-        dtype = str(opened.dtype).removeprefix("torch.")
-        self.model = vllm.LLM(model=str(opened.source.folder), dtype=dtype, max_model_len=opened.max_length)
+        options: dict[str, Any] = {
+            "dtype": str(opened.dtype).removeprefix("torch."),
+            "max_model_len": opened.max_length,
+        }
+        if opened.device.type == "cpu":  # vLLM wants 92 % of the memory, and refuses to start where others use more
+            options["gpu_memory_utilization"] = os.sysconf("SC_AVPHYS_PAGES") / os.sysconf("SC_PHYS_PAGES") / 2
+        try:
+            self.model = vllm.LLM(model=str(opened.source.folder), **options)
+        except Exception as error:  # its own, of many kinds
+            raise ConfigError(
+                "evaluate.vllm-failed",
+                f"vLLM {vllm.__version__} did not start: {str(error).splitlines()[0]}",
+                hint="its log above names the cause; omit --engine: windlass's own decoder also generates in batches",
+            ) from error
 
     def complete(
         self,
