@@ -316,7 +316,9 @@ def hf_aliases(table: Mapping[str, Any]) -> dict[str, str]:
 
 def with_our_names(table: Mapping[str, Any]) -> dict[str, Any]:
     """A [model] table with our keys. A name stays where our key is there too: validation refuses the two."""
-    aliases, renamed = hf_aliases(table), dict[str, Any]()
+    renamed: dict[str, Any] = {}
+    if not (aliases := hf_aliases(table)):
+        return dict(table)
     for name, value in table.items():
         key = aliases.get(name, name)
         renamed[name if key in renamed or (key != name and key in table) else key] = value
