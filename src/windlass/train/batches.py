@@ -78,6 +78,11 @@ class BatchPlan:
         return self.layout.micro_batch * self.layout.accumulation
 
     @property
+    def sequences_per_pass(self) -> int:
+        """Of a rank in a pass without gradients. A pipeline always takes as many micro-batches as in training."""
+        return self.sequences_per_rank if self.layout.pipeline > 1 else self.layout.micro_batch
+
+    @property
     def tokens_per_step(self) -> int:
         """In the largest batch."""
         return self.layout.sequences_per_step * self.seq_len

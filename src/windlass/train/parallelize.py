@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -305,32 +305,3 @@ def set_sync(module: nn.Module, sync: GradientSync, last: bool) -> None:
     module.set_requires_gradient_sync(last or sync.every_micro_batch)
     module.set_requires_all_reduce(last or not sync.defer_replicas)
     module.set_reshard_after_backward(last or not sync.keep_weights)
-
-
-def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tensor], Tensor], micro_batches: int) -> Any:
-    """The schedule that moves `micro_batches` through the stages, or None without a pipeline."""
-    if parts.num_stages == 1:
-        return None
-    from torch.distributed.pipelining import PipelineStage, schedules
-
-    class DecoderStage(PipelineStage):
-        def _post_metadata_inference_cleanup(self) -> None:
-            """Before its first batch a schedule runs each stage once to learn its shapes; that does not count."""
-            super()._post_metadata_inference_cleanup()
-            module = cast(DecoderModel, self.submod)
-            for counter in (*module.blocks(), *(() if module.observer is None else (module.observer,))):
-                counter.clear_counts()
-
-    assert world.mesh is not None
-    pipeline_stages = [
-        DecoderStage(module, index, parts.num_stages, world.device, group=world.mesh.get_group("pp"))
-        for module, index in zip(parts.modules, parts.stages, strict=True)
-    ]
-    make = {
-        "1f1b": schedules.Schedule1F1B,
-        "gpipe": schedules.ScheduleGPipe,
-        "interleaved": schedules.ScheduleInterleaved1F1B,
-        "zbv": schedules.ScheduleZBVZeroBubble,
-    }[world.layout.schedule]
-    first = pipeline_stages[0] if len(pipeline_stages) == 1 else pipeline_stages
-    return make(first, micro_batches, loss_fn=loss, scale_grads=False)

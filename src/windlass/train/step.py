@@ -3,7 +3,6 @@
 Nothing here waits for the device: clipping, the decision to skip and the numbers for the log stay tensors until they
 are read back."""
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +22,10 @@ from windlass.train.guard import Guard
 from windlass.train.instruments import AttentionLogits, Instruments, QKClip
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
-from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
+from windlass.train.parallelize import ModelParts, set_sync
+from windlass.train.pipeline import Pipeline
 from windlass.train.routers import Routers
-from windlass.train.targets import TargetBatch, TargetMaker
+from windlass.train.targets import TargetMaker
 
 # Values of a gradient from which on a kernel of its own is faster.
 LARGE = 2**24
@@ -77,12 +77,7 @@ class Stepper:
         self.further = FURTHER_MEANS if recipe.task == "prefer" else ()
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
-        # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
-        self._schedules = dict[int, Any]()
-        self.schedule = self._schedule_of(plan.layout.accumulation)
-        # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
-        options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
-        self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
+        self.pipeline = None if parts.num_stages == 1 else Pipeline(parts, world, lambda sums: sums[0] * self.scale)
         self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         train, qk_clip = recipe.train, recipe.optim.qk_clip
@@ -182,9 +177,9 @@ class Stepper:
         # The count of updates is part of a checkpoint, and the same on every rank.
         part = self.targets.make(batch, self.optimizer.count.long())
         self.scale = self.targets.scale(batch, part)
-        if self.schedule is None:
+        if self.pipeline is None:
             return self._run_micro_batches(part.micro_batches(self.plan.layout.micro_batch))
-        self._run_pipeline("step", part)
+        self._sums += self.pipeline.run("step", part)
         if self.parts.tie is not None:
             self.parts.tie.collect()
         return None
@@ -206,33 +201,6 @@ class Stepper:
             self.beat("backward")
             (sums[0] * self.scale).backward()
         return forward
-
-    def pipeline_sums(self, part: TargetBatch) -> Tensor:
-        """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
-        self._sums.clear()
-        self._run_pipeline("eval", part)
-        none = torch.zeros(2 + len(self.further), device=self.world.device)
-        return torch.stack(self._sums).sum(0) if self._sums else none
-
-    def _schedule_of(self, micro_batches: int) -> Any:
-        if micro_batches not in self._schedules:
-            self._schedules[micro_batches] = bind_pipeline(self.parts, self.world, self._pipeline_loss, micro_batches)
-        return self._schedules[micro_batches]
-
-    def _run_pipeline(self, method: str, part: TargetBatch) -> None:
-        """Every stage gets the document numbers; the one with the head also the targets, as input and for the loss."""
-        micro_batches = len(part.inputs) // self.plan.layout.micro_batch
-        run = getattr(self._schedule_of(micro_batches), method)
-        keywords = {} if part.documents is None else {"documents": part.documents}
-        if self.parts.num_stages - 1 in self.parts.stages:
-            keywords |= {"targets": part.targets, "target": part.targets}
-        run(*((part.inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
-        # Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch.
-        del self._sums[:-micro_batches]
-
-    def _pipeline_loss(self, sums: Tensor, target: Tensor) -> Tensor:
-        self._sums.append(sums.detach())
-        return sums[0] * self.scale
 
     def _reduce(self) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, gradient norm, auxiliary loss), further means and the sums of routers, over all ranks by one small

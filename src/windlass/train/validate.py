@@ -96,8 +96,7 @@ class Validator:
         self, stream: Stream, sequences: int, recipe: Recipe, world: World, parts: ModelParts, stepper: Stepper
     ) -> None:
         self.stream, self.recipe, self.world, self.parts, self.stepper = stream, recipe, world, parts, stepper
-        # A pipeline always takes as many micro-batches as in training.
-        self._per_rank = world.layout.micro_batch if stepper.schedule is None else stepper.plan.sequences_per_rank
+        self._per_rank = stepper.plan.sequences_per_pass
         self._batch_size = self._per_rank * world.layout.data
         self.held = hold_out(stream, sequences, self._batch_size)
         self.targets = TargetMaker(recipe, world, parts.modules[0].vocab, held_out=True)
@@ -131,10 +130,12 @@ class Validator:
         numbers = indexes[self.world.data_rank * self._per_rank :][: self._per_rank]
         batch = token_batch(self.stream.batch(numbers, documents=self.recipe.data.masks_documents), self.world.device)
         part = self.targets.make(batch, HELD_OUT_SALT)
-        if self.stepper.schedule is None:
+        if self.stepper.pipeline is None:
             sums = self.parts.modules[0](part.inputs, part.targets, part.documents)
         else:
-            sums = self.stepper.pipeline_sums(part)
+            sums = torch.zeros(2 + len(self.stepper.further), device=self.world.device)
+            for of_micro_batch in self.stepper.pipeline.run("eval", part):
+                sums += of_micro_batch
         return torch.cat((self.targets.count(part)[None], sums[1:].double() * float(self.world.counts_loss)))
 
 

@@ -295,7 +295,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 class DeepSpeedStepper:
     """One optimizer step by DeepSpeed, with the numbers that our own step returns."""
 
-    schedule = None
+    pipeline = None
 
     def __init__(
         self,
