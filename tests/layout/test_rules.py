@@ -186,6 +186,7 @@ def test_check_layout_raises_all_violations_with_the_first_code(recipe: Callable
         ({"model": {"family": "hf"}, "train": {"precision": "fp8"}}, "model.setting-needs-own-blocks"),
         ({"model": {"family": "hf"}, "train": {"fuse": True}}, "model.setting-needs-own-blocks"),
         ({"model": {"family": "hf"}, "train": {"attention": "flash3"}}, "model.setting-needs-own-blocks"),
+        ({"model": {}, "tune": {"task": "chat", "lora": {"dropout": 0.1}}}, "tune.lora-dropout-divided"),
     ],
 )
 def test_settings_that_a_models_blocks_do_not_have(
@@ -193,11 +194,11 @@ def test_settings_that_a_models_blocks_do_not_have(
 ) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    if tables["model"]["family"] == "hf":
+    if tables["model"].get("family") == "hf":
         tables = {**tables, "model": {"family": "hf", "config": str(tmp_path)}}
     made = recipe(**tables)
     with pytest.raises(ConfigError) as error:
-        check_step(made, model_spec(made.model))
+        check_step(made, model_spec(made.model), tensor=2)
     assert error.value.code == code
 
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from windlass.blocks.head.loss import chunked_loss, next_token_loss
 from windlass.checkpoint.names import TRANSFORMS
-from windlass.config import Recipe
+from windlass.config import ModelConfig, OptimConfig, Recipe
+from windlass.config.tune import LoraConfig
 from windlass.convert.config_json import config_json, format_of
 from windlass.convert.source import find_source, load_model
 from windlass.convert.weights import open_weights
@@ -26,8 +27,12 @@ from windlass.data.complete_tune import complete_tune
 from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.files import read_json_lines
 from windlass.layout.types import IGNORED
+from windlass.models.build import build_model
 from windlass.runs.folder import Run
+from windlass.train.adapters import add_adapters, check_targets
 from windlass.train.loop import open_batches
+from windlass.train.optimizers.sgd.spec import SPEC
+from windlass.train.optimizers.sgd.update import SGD
 from windlass.train.preference import attach_references, read_reference, write_reference
 
 
@@ -198,6 +203,34 @@ def test_unknown_targets_are_refused_with_those_that_exist(store: Path) -> None:
         build(chat(store, {"targets": ["q_proj", "wo"]}))
     assert error.value.code == "tune.lora-target-unknown"
     assert "q_proj" in error.value.message and "w1, w2, w3, wk, wo, wq, wv" in (error.value.hint or "")
+
+
+def test_a_pipeline_stage_may_have_no_adapters() -> None:
+    """As where the attention layers of a hybrid model are all in another stage."""
+    mamba = {"heads": 4, "head_dim": 8, "state": 8, "groups": 2, "chunk": 8}
+    config = ModelConfig.model_validate(
+        {
+            "family": "nemotron_h",
+            "layers": 4,
+            "width": 32,
+            "ffn": 48,
+            "heads": 4,
+            "vocab": 99,
+            "pattern": "MM*M",
+            "mamba": mamba,
+        }
+    )
+    lora = LoraConfig(targets=["wq"])
+    with torch.device("meta"):
+        model = build_model(config, seq_len=16)
+    check_targets(model, lora)
+    model.keep_stage(range(2), first=True, last=False)
+    assert add_adapters(model, lora).startswith("LoRA: 0 adapters") and not any(
+        p.requires_grad for p in model.parameters()
+    )
+    optimizer = SGD((), OptimConfig(name="sgd"), SPEC)
+    optimizer.step(0.1)
+    assert int(optimizer.count) == 1
 
 
 @pytest.mark.integration

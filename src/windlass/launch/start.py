@@ -17,7 +17,7 @@ from windlass.clusters.here import with_gpus
 from windlass.config import LayoutConfig, Loaded, Recipe
 from windlass.errors import ConfigError, WindlassError
 from windlass.layout.resolve import complete_layout, job_size, resolve_step
-from windlass.layout.rules import check_degrees, check_layout, violations
+from windlass.layout.rules import check_degrees, check_layout, check_step, violations
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 from windlass.planner import plan, write_plan
@@ -67,7 +67,9 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
         loaded = replace(loaded, recipe=complete_tune(loaded.recipe, nodes * cluster.node.devices))
     if loaded.recipe.layout is not None:
         size = job_size(loaded.recipe, nodes * cluster.node.devices, cluster.node.devices)
-        check_degrees(model_spec(loaded.recipe.model), complete_layout(loaded.recipe.layout, size), size)
+        model = model_spec(loaded.recipe.model)
+        check_degrees(model, complete_layout(loaded.recipe.layout, size), size)
+        check_step(loaded.recipe, model, tensor=loaded.recipe.layout.tensor)
         return loaded, "recipe", ""
     if run.layout_from() == "planner":
         before = run.recipe()
@@ -75,6 +77,7 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
         recipe = loaded.recipe.model_copy(update={"layout": before.layout, "train": train})
         return replace(loaded, recipe=recipe), "planner", ""
     recipe, reason = fill_recipe(loaded.recipe, cluster, nodes=nodes)
+    check_step(recipe, model_spec(recipe.model), tensor=1 if recipe.layout is None else recipe.layout.tensor)
     return replace(loaded, recipe=recipe), "planner", reason
 
 

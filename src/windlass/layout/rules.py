@@ -292,9 +292,16 @@ def not_ranked(
     )
 
 
-def check_step(recipe: Recipe, model: ModelSpec) -> None:
-    """Raise an error for settings that the model's blocks do not support, before any memory is allocated."""
-    train = recipe.train
+def check_step(recipe: Recipe, model: ModelSpec, *, tensor: int) -> None:
+    """Raise an error for settings that the model's blocks do not support, before any memory is allocated. `tensor`: the
+    tensor-parallel degree."""
+    train, lora = recipe.train, None if recipe.tune is None else recipe.tune.lora
+    if lora is not None and lora.dropout and tensor > 1:
+        raise ConfigError(
+            "tune.lora-dropout-divided",
+            f"tune.lora.dropout = {lora.dropout} is not possible under tensor parallelism (layout.tensor {tensor})",
+            hint="set tune.lora.dropout = 0, or layout.tensor = 1",
+        )
     if recipe.data.masks_documents and (model.foreign or not all(b.masks_documents for b in model.blocks)):
         key = "data.mask_documents" if recipe.data.mask_documents else 'data.pack = "documents"'
         raise ConfigError(

@@ -10,28 +10,30 @@ from windlass.errors import ConfigError
 from windlass.models.decoder import DecoderModel
 
 
-def add_adapters(module: DecoderModel, lora: LoraConfig) -> str:
-    """Give the targets adapters and freeze all other weights but those of a new head; returns a line for the log."""
-    names = {id(part): name for name, part in module.named_modules()}
-    products = [p for layer in module.layer_modules() for p in layer.modules() if isinstance(p, nn.Linear)]
-    kinds = sorted({names[id(part)].rpartition(".")[2] for part in products})
+def products_of(module: DecoderModel) -> list[tuple[str, nn.Linear]]:
+    """(last part of its name, matrix product) of all layers."""
+    names = {id(part): name.rpartition(".")[2] for name, part in module.named_modules()}
+    parts = [part for layer in module.layer_modules() for part in layer.modules()]
+    return [(names[id(part)], part) for part in parts if isinstance(part, nn.Linear)]
+
+
+def check_targets(model: DecoderModel, lora: LoraConfig) -> None:
+    kinds = sorted({name for name, _ in products_of(model)})
     if unknown := sorted(set(lora.targets) - set(kinds)):
         raise ConfigError(
             "tune.lora-target-unknown",
             f"tune.lora.targets names {', '.join(unknown)}, which the model's layers do not have",
             hint=f"use one of {', '.join(kinds)}",
         )
-    is_divided = any(isinstance(part.weight, DTensor) for part in products)
-    if lora.dropout and is_divided:
-        raise ConfigError(
-            "tune.lora-dropout-divided",
-            f"tune.lora.dropout = {lora.dropout} is not possible under tensor parallelism",
-            hint="set tune.lora.dropout = 0, or layout.tensor = 1",
-        )
+
+
+def add_adapters(module: DecoderModel, lora: LoraConfig) -> str:
+    """Give the targets adapters and freeze all other weights but those of a new head; returns a line for the log."""
+    products = products_of(module)
     new_names = set(getattr(module, "new_names", ()))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in new_names)
-    chosen = [p for p in products if not lora.targets or names[id(p)].rpartition(".")[2] in lora.targets]
+    chosen = [part for name, part in products if not lora.targets or name in lora.targets]
     for part in chosen:
         adapter = Adapter(*_weights(part.weight, lora.rank), lora.alpha / lora.rank, lora.dropout)
         part.adapter = adapter

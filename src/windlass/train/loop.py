@@ -139,7 +139,7 @@ def build(
     plan = batch_plan(recipe, start.layout) if examples is None else example_plan(recipe, start.layout, examples.order)
     # model
     spec = model_spec(recipe.model)
-    check_step(recipe, spec)
+    check_step(recipe, spec, tensor=start.layout.tensor)
     check_compile(start.step)
     check_precision(recipe, world)
     with torch.device("meta"):

@@ -32,7 +32,7 @@ from windlass.layout.types import GradientSync, StepSpec
 from windlass.models.decoder import DecoderModel, Layer
 from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
-from windlass.train.adapters import add_adapters
+from windlass.train.adapters import add_adapters, check_targets
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
 from windlass.units import print_bytes
@@ -53,15 +53,18 @@ class ModelParts:
     tie: Tie | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each trained parameter once: a copy of another stage's weights is not trained here."""
-        copied = None if self.tie is None else self.tie.copy
-        for module in self.modules:
-            named = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-            yield from ((name, parameter) for name, parameter in named if parameter is not copied)
+        """Each trained parameter once."""
+        return ((name, parameter) for name, parameter in self._own_parameters() if parameter.requires_grad)
 
     def frozen(self) -> dict[str, Tensor]:
         """Weights that are not trained; a checkpoint holds them too, so that it can be used alone."""
-        return {n: p.detach() for module in self.modules for n, p in module.named_parameters() if not p.requires_grad}
+        return {name: p.detach() for name, p in self._own_parameters() if not p.requires_grad}
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Without the copy of another stage's weights, which is neither trained nor saved here."""
+        copied = None if self.tie is None else self.tie.copy
+        for module in self.modules:
+            yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter is not copied)
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Buffers that are neither trained nor recomputed, such as the biases of routers."""
@@ -74,6 +77,9 @@ class ModelParts:
 
 def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: World) -> ModelParts:
     """`model` is on the meta device; the parts come back on the world's device, not yet initialised."""
+    lora = None if recipe.tune is None else recipe.tune.lora
+    if lora is not None:
+        check_targets(model, lora)  # of the complete model: a stage need not have all of them
     parts = split_stages(model, world)
     single = world.size == 1
     for module in parts.modules:
@@ -86,8 +92,8 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         divide_blocks(module, world)
         set_loss(module, recipe, step, world, parts.notes)
-        if recipe.tune is not None and recipe.tune.lora is not None:
-            parts.notes.append(add_adapters(module, recipe.tune.lora))
+        if lora is not None:
+            parts.notes.append(add_adapters(module, lora))
         if step.precision == "fp8":
             from windlass.train.float8 import apply_float8
 

@@ -78,6 +78,7 @@ class Stepper:
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
         self.pipeline = None if parts.num_stages == 1 else Pipeline(parts, world, lambda sums: sums[0] * self.scale)
+        self.tie = parts.tie if parts.tie is not None and parts.tie.is_trained else None
         self.routers = Routers(parts, world, 1.0 / plan.tokens_per_step)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         train, qk_clip = recipe.train, recipe.optim.qk_clip
@@ -132,8 +133,8 @@ class Stepper:
             if self.qk_clip is None:
                 self.logits.detach()
         routing, loads = self.routers.finish(routed, reason == 0)
-        if self.parts.tie is not None:
-            self.parts.tie.spread()
+        if self.tie is not None:
+            self.tie.spread()
         values = torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing, *further))
         return StepResult(
             values,
@@ -180,8 +181,8 @@ class Stepper:
         if self.pipeline is None:
             return self._run_micro_batches(part.micro_batches(self.plan.layout.micro_batch))
         self._sums += self.pipeline.run("step", part)
-        if self.parts.tie is not None:
-            self.parts.tie.collect()
+        if self.tie is not None:
+            self.tie.collect()
         return None
 
     def _pass(self, inputs: Tensor, targets: Tensor, segments: Tensor, scale: Tensor) -> Tensor:

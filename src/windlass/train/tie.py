@@ -27,6 +27,12 @@ class Tie:
     # Rank of the copy; the same as `first` where a schedule bends the pipeline back (zbv).
     last: int
 
+    @property
+    def is_trained(self) -> bool:
+        """False where only adapters are trained, and on a rank that has neither."""
+        weights = self.copy if self.owner is None else self.owner
+        return weights is not None and weights.requires_grad
+
     def collect(self) -> None:
         """The owner's gradient becomes the sum of both uses; the copy's is gone."""
         owned = None if self.owner is None else _gradient(self.owner)

@@ -189,6 +189,8 @@ class Optimizer:
     # -- the two ways to apply an update -----------------------------------------------------------------------------
 
     def step_host(self, slots: list[ParameterState], lr: float, scale: float) -> None:
+        if not slots:  # a pipeline stage without adapters, or a rank with empty shards
+            return
         fp32: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
         weights = [local_tensor(slot.weights).to(**fp32) for slot in slots]
         gradients = [local_tensor(gradient).to(**fp32) for slot in slots if (gradient := slot.gradient) is not None]

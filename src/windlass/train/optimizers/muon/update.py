@@ -35,8 +35,7 @@ class Muon(AdamW):
         self.shared_rounds = plan_rounds([slot.weights for slot in self.matrices])
 
     def step_host(self, slots: list[ParameterState], lr: float, scale: float) -> None:
-        if others := [slot for slot in slots if slot.name not in self._names]:
-            super().step_host(others, lr, scale)
+        super().step_host([slot for slot in slots if slot.name not in self._names], lr, scale)
 
         def direction(slot: ParameterState) -> Tensor:
             gradient = local_tensor(cast(Tensor, slot.gradient)).to("cpu", torch.float32) * scale
