@@ -349,13 +349,19 @@ def test_a_damaged_reference_is_refused_and_never_unpickled(tmp_path: Path) -> N
 
 
 def test_pairs_need_a_store_of_pairs_and_packing(store: Path, pair_store: Path) -> None:
+    """Found when the run is created, or at the start where the store was not written before."""
     for folder, data, code in (
         (store, {}, "tune.no-pairs"),
+        (store, {"store": None}, "tune.no-pairs"),
         (pair_store, {"pack": "stream", "mask_documents": True}, "tune.pairs-not-packed"),
     ):
-        with pytest.raises((ConfigError, DataError)) as error:
-            build(Recipe.model_validate(recipe_table(folder, {"task": "prefer"}, data=data)))
-        assert error.value.code == code
+        recipe = Recipe.model_validate(recipe_table(folder, {"task": "prefer"}, data=data))
+        for check in (complete_tune, build):
+            with pytest.raises((ConfigError, DataError)) as error:
+                check(recipe)
+            assert error.value.code == code
+    missing = Recipe.model_validate(recipe_table(store.parent / "later", {"task": "prefer"}))
+    assert complete_tune(missing) == missing
 
 
 def test_rejected_answers_are_not_learned(pair_store: Path) -> None:

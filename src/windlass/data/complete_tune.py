@@ -5,10 +5,9 @@ import math
 from pathlib import Path
 
 from windlass.config import LayoutConfig, Recipe
-from windlass.config.recipe import DataConfig
 from windlass.config.tune import SCORES, TuneConfig
 from windlass.data.examples import read_example_sets
-from windlass.data.store import open_store
+from windlass.data.store import Store, open_store
 from windlass.data.stream import StoreStream, open_stream
 from windlass.data.tokenizer import load_tokenizer
 from windlass.errors import ConfigError, DataError
@@ -30,8 +29,9 @@ def complete_tune(recipe: Recipe, devices: int = 1) -> Recipe:
         return with_examples(recipe, tune, devices)
     if tune.task == "masked":
         return recipe.model_copy(update={"tune": with_mask_token(recipe, tune)})
-    if tune.task == "chat":
-        refuse_pairs(recipe.data)
+    if tune.task in ("chat", "prefer"):
+        file = Path(recipe.data.store or "")
+        check_form(recipe, open_store(file) if recipe.data.store and file.is_dir() else None)
     if recipe.data.tokens or recipe.train.steps:
         return recipe
     stream = open_stream(recipe.data, seed=recipe.seed, vocab=recipe.model.vocab)
@@ -84,18 +84,32 @@ def with_examples(recipe: Recipe, tune: TuneConfig, devices: int) -> Recipe:
     )
 
 
-def refuse_pairs(data: DataConfig) -> None:
-    """Of a preference pair, learning the answers would learn the rejected one too. A store that is not written yet is
-    judged when training starts."""
-    if data.store is None or not Path(data.store).is_dir():
+def check_form(recipe: Recipe, store: Store | None) -> None:
+    """Refuse a token store of another form than the task learns from. None: it is not written yet; training judges it
+    when it starts."""
+    data, forms = recipe.data, {} if store is None else {name: store.form(name) for name in store.sources}
+    if recipe.task == "chat":
+        # Learning the answers of a preference pair would learn the rejected one, too.
+        trained = [name for name in forms if not data.mix or data.mix.get(name)]
+        if pairs := [name for name in trained if forms[name] == "pairs"]:
+            raise DataError(
+                "tune.pairs-as-chat",
+                f"{', '.join(pairs)} of {data.store} are preference pairs, whose rejected answers must not be learned",
+                hint='set tune.task = "prefer", or tokenize conversations (form = "chat")',
+            )
+    if recipe.task != "prefer":
         return
-    store = open_store(Path(data.store))
-    trained = [name for name in store.sources if not data.mix or data.mix.get(name)]
-    if pairs := [name for name in trained if store.form(name) == "pairs"]:
+    if data.pack != "documents":
+        raise ConfigError(
+            "tune.pairs-not-packed",
+            f'[tune] task = "prefer" needs both answers of a pair in one sequence, but data.pack = "{data.pack}"',
+            hint='set data.pack = "documents"',
+        )
+    if (others := [name for name, form in forms.items() if form != "pairs"]) or data.store is None:
         raise DataError(
-            "tune.pairs-as-chat",
-            f"{', '.join(pairs)} of {data.store} are preference pairs, whose rejected answers must not be learned",
-            hint='set tune.task = "prefer", or tokenize conversations (form = "chat")',
+            "tune.no-pairs",
+            f"{', '.join(others)} of {data.store} are not preference pairs" if others else "data.store is not set",
+            hint='tokenize them with form = "pairs"; a store for task = "prefer" holds nothing else',
         )
 
 

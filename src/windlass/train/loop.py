@@ -16,10 +16,10 @@ from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.cost.memory import memory
-from windlass.data.complete_tune import refuse_pairs
+from windlass.data.complete_tune import check_form
 from windlass.data.mix import passes_line
 from windlass.data.run_check import check_data
-from windlass.data.stream import StoreStream, open_stream
+from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
 from windlass.files import set_compile_cache
@@ -41,7 +41,7 @@ from windlass.train.interval import process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
-from windlass.train.preference import attach_references, check_preference
+from windlass.train.preference import attach_references
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
 from windlass.train.step import Stepper
@@ -157,10 +157,7 @@ def build(
     # data
     stream = examples or open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
-    if recipe.task == "prefer":
-        check_preference(recipe, cast(StoreStream, stream), world)
-    elif recipe.task == "chat":
-        refuse_pairs(recipe.data)  # the store may not have been there when the run was created
+    check_form(recipe, stream.store)  # the store may not have been there when the run was created
     if examples is not None:
         validator: ExampleValidator | Validator | None = ExampleValidator(examples, world, parts)
     else:

@@ -21,7 +21,7 @@ from windlass.blocks.divide import Meshes
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
 from windlass.blocks.head.parallel import parallel_loss
-from windlass.blocks.head.preference import preference_loss
+from windlass.blocks.head.preference import PairScorer
 from windlass.blocks.head.spec import choose_loss
 from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.norm import parallel as parallel_norm
@@ -136,8 +136,8 @@ def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World,
         return
     mesh, objective = world.block_meshes.tensor, recipe.train.objective
     if recipe.tune is not None and recipe.tune.task == "prefer":
-        beta, logits = recipe.tune.beta, module.head.logits
-        module.head.loss = partial(preference_loss, beta=beta, chunk=step.loss_chunk, logits=logits)
+        scorer = PairScorer(step.loss_chunk, module.head.logits, world.block_meshes.context)
+        module.head.loss = partial(scorer.loss, beta=recipe.tune.beta)
         notes.append(f"loss: preference of answers (DPO, beta {recipe.tune.beta:g})")
         return
     if mesh is None:

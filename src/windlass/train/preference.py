@@ -1,51 +1,26 @@
 """Tuning on preference pairs: what the starting model thinks of them, computed once and kept in the run folder."""
 
 import io
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from windlass.blocks.head.preference import pair_margins
-from windlass.config import Recipe
+from windlass.blocks.head.preference import PairScorer
 from windlass.data.stream import StoreStream
-from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.errors import CheckpointError, DataError
 from windlass.files import open_file, write_atomic
 from windlass.train.batches import token_batch
 from windlass.train.hooks import Training
-from windlass.train.mesh import World
+from windlass.train.pipeline import Pipeline
 from windlass.train.targets import TargetMaker
 from windlass.train.validate import Validator, without_dropout
 
 # Chosen minus rejected log-probability of every pair.
 Margins = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def check_preference(recipe: Recipe, stream: StoreStream, world: World) -> None:
-    layout = world.layout
-    if recipe.data.pack != "documents":
-        raise ConfigError(
-            "tune.pairs-not-packed",
-            f'[tune] task = "prefer" needs both answers of a pair in one sequence, but data.pack = "{recipe.data.pack}"',
-            hint='set data.pack = "documents"',
-        )
-    if (layout.pipeline, layout.context) != (1, 1):
-        raise ConfigError(
-            "tune.pairs-divided",
-            f'[tune] task = "prefer" needs the answers of a pair on one rank, not pipeline {layout.pipeline} and '
-            f"context {layout.context}",
-            hint='set them to 1; layout.shard = "full" and layout.tensor divide the model',
-        )
-    trained = [name for name, size in zip(stream.sources, stream.mixture.windows, strict=True) if size]
-    if others := [name for name in trained if stream.store.form(name) != "pairs"]:
-        raise DataError(
-            "tune.no-pairs",
-            f"{', '.join(others)} of {recipe.data.store} are not preference pairs",
-            hint='tokenize them with form = "pairs"; a store for task = "prefer" holds nothing else',
-        )
 
 
 def attach_references(training: Training) -> None:
@@ -119,26 +94,36 @@ def read_reference(path: Path) -> Margins:
 
 def compute_reference(training: Training, pairs_stream: StoreStream, count: int) -> Margins:
     """Chosen minus rejected log-probability of every pair, on all ranks together."""
-    recipe, world, module = training.recipe, training.world, training.parts.modules[0]
+    recipe, world, parts, size = training.recipe, training.world, training.parts, training.plan.sequences_per_pass
+    vocab = parts.modules[0].vocab
     plain = recipe.data.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
-    stream = StoreStream(pairs_stream.store, plain, seed=0, split=pairs_stream.split, vocab=module.vocab)
-    assert stream.packings is not None and module.head is not None
+    stream = StoreStream(pairs_stream.store, plain, seed=0, split=pairs_stream.split, vocab=vocab)
+    assert stream.packings is not None
     stream.reference = [np.zeros(len(packing.begins), dtype=np.float32) for packing in stream.packings]
     # In natural proportion the first pass over all sources ends together: each window comes once.
-    windows, size = int(stream.mixture.windows.sum()), world.layout.micro_batch
-    margins = torch.zeros(count, dtype=torch.float64, device=world.device)
-    loss = module.head.loss
-    module.head.loss = partial(pair_margins, chunk=recipe.train.loss_chunk, logits=module.head.logits)
-    targets = TargetMaker(recipe, world, module.vocab, held_out=True)
+    windows = int(stream.mixture.windows.sum())
+    targets = TargetMaker(recipe, world, vocab, held_out=True)
+    # Its own schedule: the head returns other shapes than in training.
+    pipeline = None if parts.num_stages == 1 else Pipeline(parts, world, Tensor.sum)
+    # How many ranks have computed a pair, and the sum of their margins, which are the same.
+    found = torch.zeros(2, count, dtype=torch.float64, device=world.device)
+    heads = [(module.head, module.head.loss) for module in parts.modules if module.head is not None]
+    for head, _ in heads:
+        head.loss = PairScorer(recipe.train.loss_chunk, head.logits, world.block_meshes.context).numbered_margins
     try:
-        with torch.no_grad(), without_dropout([module]):
+        with torch.no_grad(), without_dropout(parts.modules):
             for start in range(0, windows, size * world.layout.data):
                 own = np.minimum(start + world.data_rank * size + np.arange(size), windows - 1)
                 part = targets.make(token_batch(stream.batch(own, documents=True), world.device), salt=0)
-                numbers_and_margins = module(part.inputs, part.targets, part.documents)
-                margins[numbers_and_margins[0].long()] = numbers_and_margins[1]
+                if pipeline is None:
+                    outputs = [parts.modules[0](part.inputs, part.targets, part.documents)]
+                else:
+                    outputs = pipeline.run("eval", part)
+                for numbers, margins in outputs:
+                    pairs = numbers[numbers >= 0].long()
+                    found[0, pairs], found[1, pairs] = 1.0, margins[numbers >= 0]
     finally:
-        module.head.loss = loss
-    # A window that fills up the last batch is computed by several ranks.
-    times = world.sum_((margins != 0).double())
-    return (world.sum_(margins) / times.clamp(min=1)).float().cpu().numpy()
+        for head, loss in heads:
+            head.loss = loss
+    world.sum_(found)
+    return (found[1] / found[0].clamp(min=1)).float().cpu().numpy()

@@ -18,7 +18,8 @@ class TargetBatch:
     """This rank's part of a batch, as the model gets it."""
 
     inputs: Tensor
-    # (sequences, positions), `IGNORED` where a target does not count; preference pairs: four numbers of each.
+    # (sequences, positions), `IGNORED` where a target does not count; preference pairs: four numbers of each position
+    # of the complete sequences, see `blocks/head/preference.py`.
     targets: Tensor
     documents: Tensor | None
     # Preference pairs in the sequences; None: tokens are counted.
@@ -57,7 +58,7 @@ class TargetMaker:
         if world.layout.context > 1:
             width = inputs.shape[1] // world.layout.context
             part = slice(world.context_rank * width, (world.context_rank + 1) * width)
-            inputs, targets = inputs[:, part], targets[:, part]
+            inputs, targets = inputs[:, part], targets if batch.pairs is not None else targets[:, part]
         return TargetBatch(inputs, targets, numbers, None if batch.pairs is None else batch.pair_count)
 
     def scale(self, batch: TokenBatch, part: TargetBatch) -> float | Tensor:
@@ -71,5 +72,7 @@ class TargetMaker:
         world = self.world
         is_first = world.coordinate("tp") == world.coordinate("pp") == 0  # the other ranks have the same targets
         if part.pairs is not None:
-            return torch.tensor(float(part.pairs * is_first), dtype=torch.float64, device=world.device)
+            # Context ranks have the same pairs, too.
+            counted = part.pairs * (is_first and world.context_rank == 0)
+            return torch.tensor(float(counted), dtype=torch.float64, device=world.device)
         return (part.targets != IGNORED).sum().double() * float(is_first)
