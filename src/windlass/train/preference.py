@@ -106,7 +106,7 @@ def compute_reference(training: Training, pairs_stream: StoreStream, count: int)
     # Its own schedule: the head returns other shapes than in training.
     pipeline = None if parts.num_stages == 1 else Pipeline(parts, world, Tensor.sum)
     # How many ranks have computed a pair, and the sum of their margins, which are the same.
-    found = torch.zeros(2, count, dtype=torch.float64, device=world.device)
+    totals = torch.zeros(2, count, dtype=torch.float64, device=world.device)
     heads = [(module.head, module.head.loss) for module in parts.modules if module.head is not None]
     for head, _ in heads:
         head.loss = PairScorer(recipe.train.loss_chunk, head.logits, world.block_meshes.context).numbered_margins
@@ -121,9 +121,9 @@ def compute_reference(training: Training, pairs_stream: StoreStream, count: int)
                     outputs = pipeline.run("eval", part)
                 for numbers, margins in outputs:
                     pairs = numbers[numbers >= 0].long()
-                    found[0, pairs], found[1, pairs] = 1.0, margins[numbers >= 0]
+                    totals[0, pairs], totals[1, pairs] = 1.0, margins[numbers >= 0]
     finally:
         for head, loss in heads:
             head.loss = loss
-    world.sum_(found)
-    return (found[1] / found[0].clamp(min=1)).float().cpu().numpy()
+    world.sum_(totals)
+    return (totals[1] / totals[0].clamp(min=1)).float().cpu().numpy()
