@@ -39,12 +39,12 @@ $(STAMP): $(READY)
 demo: $(READY)
 	$(BIN)/windlass demo
 
-# Three workers: the one with the SLURM tests mostly waits for the scheduler.
+# Four workers on two cores: many tests wait for a scheduler, a browser or a time limit.
 test: lint
-	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu and not slow" tests benchmarks/tests
+	$(BIN)/pytest -q -n 4 --dist loadgroup -m "not gpu and not slow" tests benchmarks/tests
 
 test-all: lint
-	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu" tests benchmarks/tests
+	$(BIN)/pytest -q -n 4 --dist loadgroup -m "not gpu" tests benchmarks/tests
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
