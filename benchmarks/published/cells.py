@@ -13,7 +13,10 @@ from functools import lru_cache
 Row = Mapping[str, str]
 
 YES, NO = ("y", "yes", "true", "1", "1.0", "on"), ("n", "no", "none", "false", "0", "0.0", "off", "-")
-BLANK = ("", "nan", "n/a", "na", "#n/a", "null", "?", "--", "unknown", "unk", "not stated", "tbd")
+BLANK = (
+    "", "nan", "n/a", "na", "n.a.", "#n/a", "\\n", "null", "?", "--", "\u2013", "\u2014", "unknown", "unk", "auto", "tbd", "not stated",
+    "not reported", "not given",
+)  # fmt: skip
 """Ways to leave a cell empty."""
 
 _DIGITS = r"[-+]?(?:\d+(?:[.,'_\u00a0\u202f ]\d+)*)"
@@ -66,9 +69,9 @@ def product(row: Row, key: str) -> int | None:
 
 
 def gibibytes(row: Row, key: str) -> float | None:
-    """A size in GiB; a unit in the cell ("52.3 GB", "53,555 MiB") overrides that of the column."""
+    """A size in GiB; a unit in the cell ("52.3 GB", "53,555 MiB") overrides that of the column. None: also a share."""
     parsed = _parts(text_of(row, key))
-    if parsed is None or parsed[0] <= 0:
+    if parsed is None or parsed[0] <= 0 or parsed[1].startswith("%"):
         return None
     value, suffix_text = parsed
     unit = _BYTES.match(suffix_text)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.published.rows import PublishedRun, Refusal, read_run, shard_of
-from benchmarks.published.score import Prediction, Score, predict_row, quantile
+from benchmarks.published.score import Prediction, Score, memory_kind, predict_row, quantile
 
 from windlass.cost.memory import SHARDED_SLACK
 from windlass.cost.step import DEFAULTS, Constants, estimate_step
@@ -151,7 +151,7 @@ SLACKS = [round(0.05 + 0.01 * i, 2) for i in range(36)]
 
 
 def _reserved(row: dict[str, str]) -> bool:
-    return (row.get("mem_kind") or "").strip().lower() == "reserved" and shard_of(row) in ("full", "hybrid")
+    return memory_kind(row) == "reserved" and shard_of(row) in ("full", "hybrid")
 
 
 def _log_error(p: Prediction) -> float:

@@ -47,9 +47,14 @@ class Refusal:
 
 FAMILIES = ("llama", "gpt", "mpt", "bloom")
 DENSE = re.compile(
-    r"(llama|mistral|qwen|gemma|phi|olmo|falcon|pythia|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?"
+    r"((?P<gated>(tiny|code)?llama|mistral|qwen|gemma|olmo|yi|granite|internlm|baichuan|smollm|stablelm|phi(?=[-_ ]?3))"
+    r"|phi|falcon|pythia|starcoder|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?"
 )
-"""Names of dense families; whether they are gated is in the column `glu`. Llama 4 and gpt-oss have experts."""
+"""Names of dense families; the column `glu` says better whether they are gated. Llama 4 and gpt-oss have experts."""
+GATED, UNGATED = ("swiglu", "geglu", "reglu", "glu", "gated"), ("gelu", "relu", "relu2", "ungated")
+"""Words of the column `glu` beside yes and no."""
+IN_1024 = ("seq_len", "hidden", "ffn", "expert_ffn", "shared_ffn")
+"""Columns in which 4k is 4,096."""
 HYBRID = re.compile(r"hybrid|ssm|mamba|linear")
 """Architectures with experts whose other layers are not all attention."""
 MOST_LAYERS = 10_000
@@ -83,7 +88,7 @@ def _read_run(row: Row) -> PublishedRun:
         raise _UnreadableError(f"{terms} = {group} does not divide {gpus * parts} devices")
     if degrees["pp"] > model.num_layers:
         raise _UnreadableError(f"pp {degrees['pp']} is more than {model.num_layers} layers")
-    chunks = positive(row, "vp") or 1
+    chunks = _optional(row, "vp") or 1
     if chunks > model.num_layers:
         raise _UnreadableError(f"vp {chunks} is more than {model.num_layers} layers")
     if (heads := positive(row, "heads")) and heads % degrees["tp"]:
@@ -128,20 +133,29 @@ def _read_run(row: Row) -> PublishedRun:
 
 
 def _needed(row: Row, key: str) -> int:
-    value = product(row, key) if key == "gpus" else positive(row, key, kilo=1024 if key == "seq_len" else 1000)
-    if value is None:
-        text = text_of(row, key)
+    text = text_of(row, key)
+    value = product(row, key) if key == "gpus" else _count(row, key)
+    if value is None or (key == "gpus" and "node" in text.lower()):
         raise _UnreadableError(f"{key} {text!r} is not a count" if text else f"{key} not stated")
     return value
 
 
+def _count(row: Row, key: str) -> int | None:
+    return positive(row, key, kilo=1024 if key in IN_1024 else 1000)
+
+
+def _optional(row: Row, key: str) -> int | None:
+    """A count; None if the cell is blank, no or zero."""
+    stated, text = _count(row, key), text_of(row, key)
+    if stated is None and text and text.lower() not in NO and number(row, key) != 0:
+        raise _UnreadableError(f"{key} {text!r} is not a count")
+    return stated
+
+
 def _default(row: Row, key: str, value: int, assumed: list[str]) -> int:
-    stated = positive(row, key)
+    stated = _optional(row, key)
     if stated is not None:
         return stated
-    text = lower_text(row, key)
-    if text and text not in NO and number(row, key) != 0:
-        raise _UnreadableError(f"{key} {text!r} is not a count")
     assumed.append(f"{key}={value}")
     return value
 
@@ -202,20 +216,24 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
         return _expert_model(row, assumed)
     _refuse_experts(row)
     layers, width = _needed(row, "layers"), _needed(row, "hidden")
-    arch, glu = lower_text(row, "arch"), flag(row, "glu")
+    arch, glu = lower_text(row, "arch"), _gated(row)
     if arch not in FAMILIES:
-        if arch and not DENSE.fullmatch(arch):
+        known = DENSE.fullmatch(arch)
+        if arch and known is None:
             raise _UnreadableError(f"arch {arch!r} is not one of {', '.join(FAMILIES)}")
-        arch = "llama" if glu else "gpt"
+        arch = "llama" if glu or (glu is None and known and known["gated"]) else "gpt"
         assumed.append(f"arch={arch}" + _not_understood(row, "arch"))
     heads = _default(row, "heads", max(1, width // 128), assumed)
     vocab = _default(row, "vocab", 50_304, assumed)
-    stated = number(row, "ffn")  # 8/3 of the width need not be an integer
+    stated = number(row, "ffn", kilo=1024)  # 8/3 of the width need not be an integer
     blank = stated is None or stated < 1
+    if stated is not None and 1 <= stated < width / 8:  # a multiple of the width
+        raise _UnreadableError(f"ffn {text_of(row, 'ffn')!r} is not a width")
     ffn = _default(row, "ffn", 4 * width, assumed) if stated is None or stated < 1 else round(stated)
-    if width % heads:
+    head_dim = _optional(row, "head_dim")
+    if head_dim is None and width % heads:
         assumed.append(f"head_dim={width // heads}")
-    kv_heads = positive(row, "kv_heads") or heads
+    kv_heads = _optional(row, "kv_heads") or heads
     if heads % kv_heads:
         raise _UnreadableError(f"kv_heads {kv_heads} does not divide heads {heads}")
     tied = flag(row, "tied")
@@ -226,7 +244,7 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
         "hidden": ffn,
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": max(1, width // heads),
+        "head_dim": head_dim or max(1, width // heads),
         "vocab": vocab,
         "rows": padded_rows(vocab),
         "tied": arch != "llama" if tied is None else tied,
@@ -240,6 +258,11 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
         counted = _total(sizes) / 1e9
         _compare(row, "params_b", counted, billions, f"{counted:.3g}", assumed)
     return classic_spec(**sizes)
+
+
+def _gated(row: Row) -> bool | None:
+    text = lower_text(row, "glu")
+    return True if text in GATED else False if text in UNGATED else flag(row, "glu")
 
 
 def _refuse_experts(row: Row) -> None:
@@ -257,15 +280,15 @@ def _refuse_experts(row: Row) -> None:
 def _expert_model(row: Row, assumed: list[str]) -> ModelSpec:
     if HYBRID.search(lower_text(row, "arch")):
         raise _UnreadableError(f"arch {lower_text(row, 'arch')!r}: layers other than attention are not predicted")
-    width, shared = _needed(row, "hidden"), number(row, "shared_ffn")
+    width, shared = _needed(row, "hidden"), number(row, "shared_ffn", kilo=1024)
     sizes = {key: _needed(row, key) for key in ("layers", "experts", "top_k")}
-    sizes["expert_ffn"] = positive(row, "expert_ffn") or _default(row, "expert_ffn", _needed(row, "ffn"), assumed)
+    sizes["expert_ffn"] = _optional(row, "expert_ffn") or _default(row, "expert_ffn", _needed(row, "ffn"), assumed)
     if sizes["layers"] > MOST_LAYERS:
         raise _UnreadableError(f"layers {sizes['layers']} is more than {MOST_LAYERS}")
     if sizes["top_k"] > sizes["experts"]:
         raise _UnreadableError(f"top_k {sizes['top_k']} is more than {sizes['experts']} experts")
     heads = _default(row, "heads", max(1, width // 128), assumed)
-    kv_heads = positive(row, "kv_heads") or heads
+    kv_heads = _optional(row, "kv_heads") or heads
     if heads % kv_heads:
         raise _UnreadableError(f"kv_heads {kv_heads} does not divide heads {heads}")
     if shared is None:
@@ -336,8 +359,10 @@ def _with_stated_ffn(sizes: dict[str, Any], billions: float) -> dict[str, Any]:
 
 
 def _batch(row: Row, data: int, seq_len: int, assumed: list[str]) -> tuple[int, int]:
-    micro, accumulation = positive(row, "micro_batch"), positive(row, "grad_accum")
+    micro, accumulation = _optional(row, "micro_batch"), _optional(row, "grad_accum")
     total = number(row, "global_batch_tokens")
+    if re.search("seq|sample", lower_text(row, "global_batch_tokens")):
+        raise _UnreadableError(f"global_batch_tokens {text_of(row, 'global_batch_tokens')!r} is not a number of tokens")
     per_replica = max(1, round(total / seq_len / data)) if total and total > 0 else None
     if not micro:
         micro = max(1, per_replica // (accumulation or 1)) if per_replica and accumulation else 1
@@ -478,7 +503,9 @@ def _recompute(text: str) -> str | None:
         return "selective"
     if text.startswith(("full", "all", "every", "uniform", "block")) or text in YES:
         return "full"  # "uniform" and "block" are Megatron's two ways to recompute whole layers
-    return "none" if text in (*NO, "disabled", "without") else None
+    if text in NO or re.match(r"(no|not|none|off|without|disabled)(?![a-z])", text):
+        return "none"
+    return None
 
 
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:

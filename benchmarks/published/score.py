@@ -98,9 +98,9 @@ def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             header = file.readline()
             file.seek(0)
-            delimiter = max(",;\t", key=header.count)
+            delimiter = max(",;\t|", key=header.count)
             reader = csv.reader(file, delimiter=delimiter)
-            names = [n.strip().lower() for n in next(reader, [])]
+            names = [re.sub(r"[\s-]+", "_", n.strip().lower()) for n in next(reader, [])]
             _check_columns(path, names)
             for row in reader:
                 if any(cell.strip() for cell in row):
@@ -136,17 +136,17 @@ def _check_columns(path: Path | str, names: list[str]) -> None:
 
 def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
     run = read_run(row)
-    kind = lower_text(row, "mem_kind")
-    stated, measured_gib, rate_measured = is_stated(row), gibibytes(row, "peak_mem_gib"), _rate_measured(row)
+    kind = memory_kind(row)
+    stated, measured_gib, measured_tps = is_stated(row), gibibytes(row, "peak_mem_gib"), rate_measured(row)
     shared: dict[str, Any] = {
         "id": row.get("id") or "",
         "source": row.get("source_group") or row.get("source") or "",
         "measured_gib": measured_gib,
-        "measured_tps": rate_measured,
+        "measured_tps": measured_tps,
         "outcome": _outcome(row),
         "stated": stated,
         "in_memory": stated and kind in ("allocated", "reserved") and measured_gib is not None,
-        "in_throughput": stated and _in_class(row) and rate_measured is not None,
+        "in_throughput": stated and _in_class(row) and measured_tps is not None,
         "narrow": precision_of(row) in ("fp8", "mxfp8", "nvfp4"),
         "flagged": lower_text(row, "quality") == "flagged",
     }
@@ -166,6 +166,13 @@ def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
         expert_group=expert_group(run.model),
         **shared,
     )
+
+
+def memory_kind(row: Row) -> str:
+    """allocated or reserved, also by the names of torch's functions ("max_memory_reserved"), or the row's own text."""
+    text = lower_text(row, "mem_kind")
+    words = set(re.findall("[a-z]+", text)) - {"torch", "cuda", "peak", "max", "memory"}
+    return words.pop() if words in ({"allocated"}, {"reserved"}) else text
 
 
 def _rate(run: PublishedRun, row: Row, constants: Constants | None) -> tuple[float | None, str | None]:
@@ -235,7 +242,7 @@ def expert_group(model: ModelSpec) -> str | None:
     return next(name for name, end in EXPERT_GROUPS if model.params.total < end) if model.expert_params else None
 
 
-def _rate_measured(row: Row) -> float | None:
+def rate_measured(row: Row) -> float | None:
     value = None if lower_text(row, "quality") == "flagged_throughput" else number(row, "tokens_per_s_per_gpu")
     return value if value is not None and value > 0 else None
 

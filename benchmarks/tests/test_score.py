@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from benchmarks.published.calibrate import measured_runs
 from benchmarks.published.rows import Refusal, links_of, read_run
 from benchmarks.published.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
 
@@ -76,7 +77,12 @@ def test_answers_and_names_are_never_read(rows, column):
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
     [("layers", "", "layers not stated"), ("seq_len", "nan", "seq_len not stated"), ("gpus", "many", "gpus 'many' is not a count"),
-     ("layers", "3.7", "layers '3.7' is not a count"), ("tp", "8-16", "tp '8-16' is not a count"), ("tp", "3", "tp 3 = 3 does not divide 8 devices")],
+     ("layers", "3.7", "layers '3.7' is not a count"), ("tp", "8-16", "tp '8-16' is not a count"), ("tp", "3", "tp 3 = 3 does not divide 8 devices"),
+     ("gpus", "8 nodes", "gpus '8 nodes' is not a count"), ("gpus", "8 nodes x 8", "gpus '8 nodes x 8' is not a count"),
+     ("micro_batch", "8-16", "micro_batch '8-16' is not a count"), ("micro_batch", "0.5", "micro_batch '0.5' is not a count"),
+     ("grad_accum", "1/2", "grad_accum '1/2' is not a count"), ("kv_heads", "MQA", "kv_heads 'MQA' is not a count"),
+     ("ffn", "3.5x", "ffn '3.5x' is not a width"), ("ffn", "2.6875", "ffn '2.6875' is not a width"),
+     ("global_batch_tokens", "1024 sequences", "global_batch_tokens '1024 sequences' is not a number of tokens")],
 )  # fmt: skip
 def test_a_refusal_has_a_reason_and_counts_against_coverage(rows, column, value, reason):
     changed = [{**rows[0], column: value}, rows[1]]
@@ -186,7 +192,8 @@ def test_sharding_by_the_words_of_tables(rows, column, texts, meant):
     ("column", "plain", "others"),
     [("precision", "bf16", ("BF16", "bfloat16", "bf16-mixed", "mixed bf16")), ("precision", "fp8", ("FP8", "float8", "fp8 (bf16 elsewhere)")),
      ("precision", "fp16", ("float16", "half")), ("precision", "bf16_pure", ("bf16-pure", "pure bf16")), ("activation_ckpt", "full", ("yes", "true", "Full (every layer)")),
-     ("activation_ckpt", "none", ("no", "false", "0")), ("activation_ckpt", "selective", ("selective (op)", "sel")), ("seq_len", "8192", ("8k", "8,192", "8192 tokens")),
+     ("activation_ckpt", "none", ("no", "false", "0", "no_ac", "not used")), ("activation_ckpt", "selective", ("selective (op)", "sel")), ("seq_len", "8192", ("8k", "8,192", "8192 tokens")),
+     ("hidden", "4096", ("4k", "4,096", "4.096e3")), ("glu", "1", ("SwiGLU", "geglu", "gated")), ("glu", "0", ("GELU", "relu")),
      ("flash", "fa2", ("flash-attn 2.3.1", "FlashAttention-2", "flash_attn v2")), ("gpus", "8", ("1x8", "8.0", "2 x 4")),
      ("tied", "1", ("yes", "True")), ("compile", "y", ("yes", "true")), ("flash", "n", ("no", "eager"))],
 )  # fmt: skip
@@ -194,6 +201,57 @@ def test_other_spellings_mean_the_same(rows, column, plain, others):
     for row in rows[:4]:
         plain_run = read_run({**row, column: plain})
         assert all(read_run({**row, column: text}) == plain_run for text in others)
+
+
+@pytest.mark.parametrize(
+    ("names", "family", "gated"),
+    [(("Llama-3", "Yi", "InternLM2", "qwen2.5", "Mistral", "granite", "SmolLM2", "OLMo 2", "phi-3", "Baichuan2"), "llama", True),
+     (("GPT-NeoX", "OPT", "pythia", "Falcon", "StarCoder"), "gpt", False)],
+)  # fmt: skip
+def test_names_of_dense_models_say_whether_they_are_gated(rows, names, family, gated):
+    bare = {**rows[0], "params_b": "", "glu": "", "tied": "0"}
+    meant = read_run({**bare, "arch": family, "glu": str(int(gated))})
+    for name in names:
+        run = read_run({**bare, "arch": name})
+        assert run.model == meant.model and f"arch={family} (not '{name}')" in run.assumed
+
+
+def test_heads_wider_than_the_width_divided_by_them(rows):
+    """Qwen 3 0.6B: 16 heads of 128 at a width of 1,024."""
+    row = {
+        **rows[0],
+        "layers": "28",
+        "hidden": "1024",
+        "ffn": "3072",
+        "heads": "16",
+        "kv_heads": "8",
+        "vocab": "151936",
+        "tied": "1",
+        "params_b": "",
+        "head_dim": "128",
+    }
+    assert read_run(row).model.params.total == 596_049_920 - 28 * 2 * 128  # without the norms of queries and keys
+    assert read_run({**row, "head_dim": ""}).model.params.total < 0.9 * 596_049_920
+
+
+@pytest.mark.parametrize("column", ["micro_batch", "shard", "activation_ckpt", "precision"])
+@pytest.mark.parametrize("text", ["\u2014", "n.a.", "\\N", "auto", "not reported"])
+def test_words_for_nothing_are_blanks(rows, column, text):
+    blank, shown = predict_row({**rows[0], column: ""}), predict_row({**rows[0], column: text})
+    assert shown == blank and not shown.stated
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("max_memory_reserved", "reserved"), ("Peak reserved", "reserved"), ("torch.cuda.max_memory_allocated", "allocated"), ("Allocated", "allocated")],
+)  # fmt: skip
+def test_readings_of_the_allocator_by_their_names(rows, text, kind):
+    assert predict_row({**rows[0], "mem_kind": text}) == predict_row({**rows[0], "mem_kind": kind})
+    assert predict_row({**rows[0], "mem_kind": text}).in_memory
+
+
+def test_a_share_is_not_a_size(rows):
+    assert predict_row({**rows[0], "peak_mem_gib": "65 %"}).measured_gib is None
 
 
 def test_what_a_row_leaves_out_is_read_from_its_size(rows):
@@ -280,6 +338,10 @@ def test_tables_of_other_programs_are_read(tmp_path, rows):
     assert read_rows(path) == rows
     path.write_text(path.read_text(encoding="utf-8-sig").replace('"59.', '"59,'), encoding="utf-8-sig")
     assert [predict_row(r).measured_gib for r in read_rows(path)] == [predict_row(r).measured_gib for r in rows]
+    for delimiter, joint in (("|", "_"), (",", " "), ("\t", "-")):
+        header = delimiter.join(f" {n.title().replace('_', joint)} " for n in names)
+        path.write_text("\n".join([header, *(delimiter.join(f'"{r[n]}"' for n in names) for r in rows)]))
+        assert read_rows(path) == rows
 
 
 def test_no_row_is_too_odd(rows):
@@ -382,6 +444,29 @@ def test_the_left_out_fits_are_recorded(tmp_path):
     assert record["rows"] == 9 and record["left_out"]["throughput"]["covered"] == 6
     assert set(record["ranges"]) == set(record["constants"])
     assert "| memory, allocator readings |" in (tmp_path / "planner_accuracy.md").read_text()
+
+
+def test_measured_runs_have_the_units_of_their_cells(tmp_path, rows):
+    base = {
+        **rows[0],
+        "gpu": "MI250X (1 GCD)",
+        "gpus": "16",
+        "gpus_per_node": "8",
+        "tokens_per_s_per_gpu": "500",
+        "tp": "1",
+        "pp": "1",
+    }
+    base |= {"grad_accum": "1", "global_batch_tokens": "", "peak_mem_gib": "50 GB", "mem_kind": "max_memory_allocated"}
+    module = {**base, "gpu": "MI250X-128GB", "gpus": "8", "gpus_per_node": "4", "tokens_per_s_per_gpu": "1000"}
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(base))
+        writer.writeheader()
+        writer.writerows([base, module, {**base, "quality": "flagged"}, {**base, "quality": "flagged_throughput"}])
+    runs, skipped = measured_runs(path, "mi250x-gcd")
+    seconds = 2 * 8192 * 16 / (500 * 16)  # micro-batches of two sequences
+    assert [(run.step_seconds, run.memory_bytes) for run in runs] == [(pytest.approx(seconds), pytest.approx(50e9))] * 2
+    assert len(skipped) == 2
 
 
 def test_a_table_calibrates_a_cluster(tmp_path, monkeypatch):
