@@ -54,7 +54,7 @@ def measured_rows() -> list[dict[str, Any]]:
     record = json.loads((ROOT / "benchmarks" / "results" / "gpu_plan.json").read_text())
     rows = []
     for row in record["rows"]:
-        task, _ = plan.ask(row, record["device"])
+        task, _ = plan.question(row, record["device"])
         traced = trace(task.recipe, task.cluster)
         configuration = ", ".join(f"{k} {row[k]}" for k in plan.KEYS if k in row)
         rows.append({"configuration": configuration, "measured_gib": row["allocated_gib"], **traced.json()})

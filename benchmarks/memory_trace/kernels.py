@@ -73,7 +73,7 @@ def _attention_back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, ...]:
 _attention.register_autograd(_attention_back, setup_context=_attention_keeps)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, start: int = 0) -> Tensor:
     out: Tensor = _attention(q, k, v)[0]
     return out
 
@@ -108,15 +108,15 @@ class Rotated(torch.autograd.Function):
 
 
 def _fused_norm(self: Any, x: Tensor) -> Tensor:
+    parameters = [p for p in (self.weight, self.bias) if p is not None]
     if isinstance(x, DTensor):
-        return DTensor.from_local(
-            _norm_kernel(x.to_local(), self.weight.to_local()), x.device_mesh, x.placements, run_check=False
-        )
-    return _norm_kernel(x, self.weight)
+        out = _norm_kernel(x.to_local(), *(p.to_local() for p in parameters))
+        return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)
+    return _norm_kernel(x, *parameters)
 
 
-def _norm_kernel(x: Tensor, weight: Tensor) -> Tensor:
-    out: Tensor = Fused.apply(x.detach(), x, weight)
+def _norm_kernel(x: Tensor, *parameters: Tensor) -> Tensor:
+    out: Tensor = Fused.apply(x.detach(), x, *parameters)
     return out
 
 
@@ -124,8 +124,9 @@ def _fused_feed_forward(self: Any, x: Tensor, context: Any) -> Tensor:
     from windlass.blocks.linear import project
 
     if self.w3 is None:
-        hidden = self.w1(x)
-        return self.w2(Fused.apply(hidden.detach(), hidden))
+        hidden, activation = self.w1(x), self.activation
+        own = list(map(activation.local, activation.parameters())) if isinstance(activation, torch.nn.Module) else []
+        return self.w2(Fused.apply(hidden.detach(), hidden, *own))
     gate, up = project(x, (self.w1, self.w3), self.fused)
     return self.w2(Fused.apply(up.detach(), gate, up))
 

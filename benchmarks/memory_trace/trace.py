@@ -41,6 +41,8 @@ from windlass.train.parallelize import ModelParts, parallelize
 from windlass.train.step import Stepper
 
 GIB = 2**30
+TRACED_BLOCKS = {"attention", "mlp", "retention"}
+"""Blocks whose compiled code `kernels.py` models."""
 MICRO_BATCHES = 3
 """Further micro-batches change nothing: the third one allocates what the second did."""
 
@@ -137,6 +139,14 @@ def _check(recipe: Recipe) -> None:
             "trace.model-unsupported",
             "a trace does not support Hugging Face models",
             hint="describe the model as family llama or retnet; windlass plan reads its config.json",
+        )
+    layers = [group.layer for group in model_spec(recipe.model).groups]
+    kinds = {branch.block.kind for layer in layers for branch in layer.branches}
+    if others := kinds - TRACED_BLOCKS:
+        raise PlanError(
+            "trace.block-unsupported",
+            f"a trace has no model of what the compiled code of these blocks keeps: {', '.join(sorted(others))}",
+            hint=f"it traces {', '.join(sorted(TRACED_BLOCKS))}; windlass plan counts the others",
         )
     if recipe.layout.offload != "none":
         raise PlanError(

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -35,6 +35,8 @@ class Tracker(TorchDispatchMode):
         self.phases: dict[str, tuple[int, dict[str, int]]] = {}
         """Highest sum of each phase, and its labels."""
         self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
+        self._is_trial = False
+        """DTensor tries an operator on tensors of the undivided shape, to learn the shape of its result."""
 
     def enter_phase(self, phase: str) -> None:
         self.phase = phase
@@ -79,21 +81,32 @@ class Tracker(TorchDispatchMode):
             record.size = size
 
     def __enter__(self) -> Tracker:
-        self._mode = active_fake_mode()
-        original = torch.UntypedStorage.resize_
+        original, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize(storage: Any, size: int) -> Any:
             out = original(storage, size)
             self._resized(storage, size)
             return out
 
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
-        self._patch.start()
+        def try_out(*args: Any) -> Any:
+            self._is_trial = True
+            try:
+                return propagate(*args)
+            finally:
+                self._is_trial = False
+
+        self._patches = (
+            mock.patch.object(torch.UntypedStorage, "resize_", resize),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", try_out),
+        )
+        for patch in self._patches:
+            patch.start()
         super().__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
         super().__exit__(*args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +115,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
         out = func(*args, **(kwargs or {}))
-        if active_fake_mode() is self._mode:  # not DTensor's trial runs that find placements
+        if not self._is_trial:
             label = "activations" if self.phase == "forward" else "gradients on their way"
             for tensor in tree_iter(out):
                 if isinstance(tensor, Tensor):

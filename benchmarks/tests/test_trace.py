@@ -94,6 +94,46 @@ def test_arithmetic_and_trace_agree(
     assert traced.predicted - WORKSPACE_BYTES == pytest.approx(traced.peak, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ({"micro_batch": 4}, {"norm": "layer", "activation": "relu2"}),
+        ({"micro_batch": 4}, {"activation": "xielu", "qk_norm": "head"}),
+        ({"micro_batch": 4, "context": 2}, {}),
+    ],
+    ids=["LayerNorm and squared ReLU", "xIELU and norms of queries and keys", "context"],
+)
+def test_blocks_of_other_families(layout: dict[str, object], model: dict[str, object]) -> None:
+    from windlass.cost.memory import WORKSPACE_BYTES
+
+    traced = trace(recipe(8, layout, **model), machine(2))
+    assert traced.predicted is not None
+    assert traced.predicted - WORKSPACE_BYTES == pytest.approx(traced.peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("qwen3_30b_a3b_jupiter", "experts"), ("luciole_8b_jupiter", "mamba"), ("deepseek_v3_jupiter", "latent")],
+)
+def test_blocks_without_a_model_of_their_compiled_code_are_refused(name: str, block: str) -> None:
+    given = load_recipe(ROOT / "recipes" / f"{name}.toml", ["layout.micro_batch=1"]).recipe
+    with pytest.raises(PlanError) as error:
+        trace(given, load_cluster("jupiter-booster"))
+    assert error.value.code == "trace.block-unsupported" and block in error.value.message
+
+
+def test_a_divided_embedding_has_a_divided_gradient() -> None:
+    """DTensor tries operators out on tensors of the undivided shape, which hold no memory: 12 bytes for each number of the
+    whole table were counted."""
+    layout: dict[str, object] = {"micro_batch": 1, "tensor": 2, "pipeline": 2, "shard": "zero1"}
+    given = recipe(16, layout, vocab=65_536)
+    short = given.data.model_copy(update={"seq_len": 128, "batch_tokens": 128 * 16})
+    traced = trace(given.model_copy(update={"data": short}), machine(8))
+    rows = 65_536 // 2 * 256
+    # At most the sum so far and the new gradient, each in fp32, and the new one in 16 bits; and those of the layers.
+    assert traced.terms["gradients on their way"] < 12 * rows
+
+
 def test_a_pipeline_is_traced_on_its_fullest_stage() -> None:
     traced = trace(recipe(8, {"shard": "none", "micro_batch": 1, "pipeline": 2}), machine(4))
     assert traced.stage in (0, 1)
