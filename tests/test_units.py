@@ -101,6 +101,8 @@ def test_the_nearest_unit_is_offered():
         (print_seconds(59.99), "1 min"),
         (print_seconds(18180), "5 h 3 min"),
         (print_seconds(34 * 86400), "34 days"),
+        (print_seconds(3599.7), "1 h"),
+        (print_seconds(13_125.6 * 86400), "13,125.6 days"),
         (print_joules(0.0071299), "7.13 mJ"),
         (print_joules(0.0), "0 J"),
         (print_joules(250), "250 J"),

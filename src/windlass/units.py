@@ -171,13 +171,13 @@ def print_seconds(seconds: float | None) -> str:
         return f"{_trim(seconds * 1e3, 1)} ms"
     if seconds < 59.95:
         return f"{_trim(seconds, 1)} s"
-    if seconds < 3600:
+    if seconds < 3599.5:
         minutes, remaining = divmod(round(seconds), 60)
         return f"{minutes} min {remaining} s" if remaining else f"{minutes} min"
     if seconds < 2 * DAY:
         hours, remaining = divmod(round(seconds / 60), 60)
         return f"{hours} h {remaining} min" if remaining else f"{hours} h"
-    return f"{_trim(seconds / DAY, 1)} days"
+    return f"{seconds / DAY:,.1f}".removesuffix(".0") + " days"
 
 
 # Joules from which energies are written in watt-hours, so that a run and its forecast stand in one unit.

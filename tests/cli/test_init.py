@@ -48,13 +48,22 @@ def test_eight_billion_gets_the_published_shape(go):
     assert (model.layers, model.width, model.ffn, model.heads, model.kv_heads) == (32, 4096, 14336, 32, 8)
 
 
-def test_the_fewest_nodes_within_a_month(go):
+def test_nodes_are_doubled_until_a_run_takes_at_most_a_month(go):
     result = json.loads(go("--cluster", "lumi-g", "--size", "8B", "--json").stdout)
-    assert result["plan"]["days"] <= 30 and "fewest" in result["reasons"]["nodes"]
+    assert result["plan"]["days"] <= 30 and "30 days" in result["reasons"]["nodes"]
     half = json.loads(
         go("b.toml", "--cluster", "lumi-g", "--size", "8B", "--nodes", result["nodes"] // 2, "--json").stdout
     )
     assert half["plan"]["days"] > 30 and half["reasons"]["nodes"] == "given"
+
+
+def test_the_first_layout_is_named_as_in_a_plan(go):
+    """On A100 of 40 GB it recomputes: an earlier version left that out."""
+    result = json.loads(go("--cluster", "snellius-a100", "--size", "3B", "--json").stdout)
+    recipe = load_recipe(result["recipe"]).recipe
+    best = plan(recipe, load_cluster("snellius-a100"), top=1).best
+    assert best.recompute != "none" and result["first_layout"] == best.candidate.describe()
+    assert best.candidate.describe() in go("b.toml", "--cluster", "snellius-a100", "--size", "3B", "--yes").output
 
 
 def test_it_overwrites_nothing(go, tmp_path):

@@ -26,6 +26,15 @@ def test_time_and_steps_are_the_sum_of_the_phases() -> None:
     assert min(small.days, large.days) <= ramp.days <= max(small.days, large.days)
 
 
+def test_a_plan_says_that_its_rate_is_that_of_the_largest_batch() -> None:
+    cluster = load_cluster("jupiter-booster")
+    plans = plan(planned("512Ki", [["50B", "1Mi"]]), cluster)
+    best = plans.best
+    assert best.tokens / (best.step.tokens_per_second_per_device * plans.task.devices) / 86400 < best.days
+    assert any("1,048,576" in note and "data.batch_ramp" in note for note in plans.task.warnings)
+    assert not any("batch_ramp" in note for note in plan(planned("512Ki", []), cluster).task.warnings)
+
+
 def test_only_layouts_that_divide_every_batch_are_ranked() -> None:
     """24 sequences on 8 devices allow micro-batches of 1 and 3; 256 allow 1, 2, 4 and more."""
     plans = plan(planned("96Ki", [["50B", "1Mi"]]), load_cluster("jupiter-booster"))

@@ -53,7 +53,10 @@ def init(
         typer.Option(help='Tokens to train on, such as "450B" (default: those of the store, or 20 per parameter).'),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes (default: the fewest that finish within a month).")
+        int | None,
+        typer.Option(
+            min=1, help="Number of nodes (default: the first of 1, 2, 4, ... on which the run takes at most 30 days)."
+        ),
     ] = None,
     seq_len: Annotated[
         int | None, typer.Option(min=16, help="Sequence length (default: 4096, or 1024 without a scheduler).")
@@ -234,6 +237,7 @@ def _create_recipe(
         **{key: getattr(recipe, key) for key in recipe_keys},
         "store_exists": store is not None,
         "reasons": reasons,
+        "first_layout": plans.best.candidate.describe(),
         "plan": plan_json(plans.best, plans.task),
         "next": commands,
     }
@@ -259,7 +263,7 @@ def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tu
         recipe = replace(recipe, nodes=min(2 * recipe.nodes, most))
     if not plans.plans:
         raise changes.nothing_fits(plans)
-    fewest = f"the fewest that take at most {starter.MAX_DAYS:g} days"
+    fewest = f"the first of 1, 2, 4, ... that takes at most {starter.MAX_DAYS:g} days"
     most_nodes = f"the most that one job may use; training still takes more than {starter.MAX_DAYS:g} days"
     return recipe, plans, "given" if fixed else fewest if fast_enough else most_nodes
 
@@ -280,12 +284,10 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
         ("store", result["store"] or "none yet: training would read synthetic tokens", missing_store),
     ]
     data_file = result["data_file"] and f"wrote {result['data_file']}: add licence and origin of the texts there"
-    shown = ("shard", "micro_batch", "tensor", "pipeline", "expert")
-    layout = ", ".join(f"{k}={v}" for k, v in plan["layout"].items() if k in shown and v != 1)
     return [
         table(f"wrote {result['recipe']}", ("", "value", "reason"), rows),
         data_file,
-        f"first layout: {layout}: {plan['reason']}",
+        f"first layout: {result['first_layout']}: {plan['reason']}",
         f"it needs {print_bytes(plan['memory_gib'] * GIB)} of {print_bytes(plan['memory_limit_gib'] * GIB)}, "
         f"{print_rate(plan['tokens_per_second'])} ({mfu}), {print_seconds(plan['days'] * DAY)}, "
         f"{print_node_hours(plan['node_hours'])}",

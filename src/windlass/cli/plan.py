@@ -136,7 +136,7 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     ]
     columns = ("", "layout", "batch", "memory", "tokens/s", "MFU", "time", "energy", "CO2e")
     params = task.model.params
-    active = "" if task.recipe.model.experts is None else f" ({params.active / 1e9:.3g}B active)"
+    active = "" if task.recipe.model.experts is None else f" ({params.active / 1e9:.3g}B active, without the embedding)"
     smallest = f"{min(task.size.smaller) * task.seq_len:,} to " if task.size.smaller else ""
     title = (
         f"{task.recipe.name}: {params.total / 1e9:.3g}B parameters{active}, {print_tokens(best.tokens)} tokens, "

@@ -226,6 +226,7 @@ def _show_dry(
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} invalid",
         sums,
+        f"time and node-hours include {print_seconds(sweep.startup)} of start-up per point; energy is that of the steps",
         f"Predicted for {engine_profile} {AS_IN_2024} instead of windlass's own engine." if engine_profile else None,
         "memory: the peak that the run will log, without the allocator's reserve",
         "OOM risk: chance that the point runs out of memory, from the errors of the estimate on 129 published runs",

@@ -6,7 +6,7 @@ from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, No
 from windlass.planner.budget import Budget, BudgetResult, SizeResult, size_text
 from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon
-from windlass.units import DAY, print_kwh, print_node_hours, print_tokens, sentence
+from windlass.units import DAY, print_figure, print_kwh, print_node_hours, print_tokens, sentence
 
 BUDGET_COLUMNS = (
     "size",
@@ -142,7 +142,7 @@ def table_rows(result: BudgetResult) -> list[tuple[object, ...]]:
             "-" if row.tokens_per_second is None else print_tokens(row.tokens_per_second),
             "-" if row.days is None else f"{row.days:,.1f}{bound}",
             "-" if row.tokens is None else print_tokens(row.tokens),
-            "-" if row.tokens is None else f"{row.tokens / row.parameters:,.0f}",
+            "-" if row.tokens is None else print_figure(row.tokens / row.parameters, 2),
             "-" if e is None else print_kwh(e.kwh),
             "-" if e is None else carbon(e.tco2e),
             "-" if loss is None else f"{loss.low:.2f} to {loss.high:.2f}{' *' if loss.extrapolated else ''}",
@@ -159,7 +159,9 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
         loss_range = f"{best.loss.low:.2f} to {best.loss.high:.2f} nats per token"
         values = [
             Card(size_text(best.parameters), "lowest expected loss", loss_range),
-            Card(print_tokens(best.tokens), "tokens", f"{best.tokens / best.parameters:,.0f} per parameter"),
+            Card(
+                print_tokens(best.tokens), "tokens", f"{print_figure(best.tokens / best.parameters, 2)} per parameter"
+            ),
             Card(f"{best.days:,.1f}", "days", f"limited by {best.bound_by}"),
             Card(print_kwh(e.kwh if e else None), "energy including facility overhead"),
             Card(carbon(e.tco2e if e else None), "CO2e, location-based"),

@@ -214,7 +214,7 @@ def _ranking(plans: Plans) -> DataTable:
     ]
     caption = (
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown. {RANKING} "
-        f"MFU counts {plans.best.step.mfu_convention} of {mfu_denominator(plans.task)}."
+        f"MFU counts {plans.best.step.mfu_convention} FLOPs as a share of {mfu_denominator(plans.task)}."
     )
     strong = [i for i, p in enumerate(shown) if p.from_recipe] or [0]
     return DataTable(columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), caption=caption, strong=strong)

@@ -191,6 +191,11 @@ def _warnings(task: PlanTask) -> list[str]:
     if batch and total >= USUAL_BATCH_PARAMS and not small / 2 <= batch <= large * 2:
         usual = f"{print_tokens(small)} to {print_tokens(large)} of recent large training runs"
         warnings.append(f"a batch of {print_tokens(batch)} tokens is far outside the {usual}")
+    if task.size.smaller:
+        warnings.append(
+            f"batch, memory, tokens/s and MFU are those of {batch:,} tokens, the largest batch of data.batch_ramp; time, "
+            "energy and CO2e count every batch"
+        )
     steps = recipe.train.steps
     tokens = recipe.data.tokens if steps is None else steps * batch
     warnings += tokens_beyond(tokens, task.model.params.total)
