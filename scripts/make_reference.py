@@ -196,7 +196,8 @@ def exit_codes() -> list[str]:
         0: "done",
         1: "any other error, such as a file that cannot be read or a missing package",
         70: "a bug in windlass: please report it",
-        130: "Ctrl-C",
+        errors.EXIT_INTERRUPTED: "Ctrl-C",
+        errors.EXIT_TERMINATED: "SIGTERM",
     }
     for value in vars(errors).values():
         if isinstance(value, type) and issubclass(value, errors.WindlassError) and value is not errors.WindlassError:

@@ -134,6 +134,18 @@ _MEMORY_TEXTS = (
     r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread"
 )
 
+# Exit codes of a command that a signal stopped, as a shell counts them.
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM (from `kill`, scancel or the queue's time limit), which stops a command as Ctrl-C does."""
+
+
+def interrupt_exit_code(error: KeyboardInterrupt) -> int:
+    return EXIT_TERMINATED if isinstance(error, TerminatedError) else EXIT_INTERRUPTED
+
+
 # Exit codes of a training process, read by the supervisor, the job chain and sweeps.
 EXIT_DONE = 0  # the run is finished: no further job is needed
 EXIT_OUT_OF_MEMORY = 12  # a device ran out of memory: restarting the same layout fails again

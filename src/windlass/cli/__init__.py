@@ -7,15 +7,24 @@ inside the command, so that `windlass --help` starts at once.
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import typer
 
-from windlass.errors import MemoryLimitError, WindlassError, guard_imports, lack_of_memory
+from windlass.errors import (
+    MemoryLimitError,
+    TerminatedError,
+    WindlassError,
+    guard_imports,
+    interrupt_exit_code,
+    lack_of_memory,
+)
 
 # Group -> command -> its file and function, in the order of `windlass --help`, which is the order of a project.
 COMMANDS = {
@@ -148,12 +157,20 @@ def main() -> None:
     # A file name that is not UTF-8 and a damaged text are shown as \udcff instead of ending the command.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     guard_imports()
+    signal.signal(signal.SIGTERM, terminate)
     try:
-        code = command(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="windlass", standalone_mode=False)
+        root = command(sys.argv[1] if len(sys.argv) > 1 else None)
+        # Not by calling it: that turns Ctrl-C into an exit code without a message.
+        with root.make_context("windlass", sys.argv[1:]) as context:
+            root.invoke(context)
+        code = 0
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):  # a second one must not cut off the message
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         # typer bundles click privately in newer releases, so its exceptions are recognised by shape, not by class.
         if hasattr(error, "show"):
             suggest_options(error)
@@ -178,8 +195,15 @@ def main() -> None:
             console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
         if is_verbose and isinstance(error, WindlassError):
             console.print(f"code:  {error.code} (exit code {code})", style="dim")
-    if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) is returned as a value
+        if isinstance(error, KeyboardInterrupt):  # from here on it may end the process without a traceback
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+    if code:
         sys.exit(code)
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    raise TerminatedError
 
 
 def suggest_options(error: Any) -> None:
@@ -221,7 +245,8 @@ def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
         return error.message, error.hint, error.exit_code
     if isinstance(error, KeyboardInterrupt):
         hint = "files are written completely or not at all, so you can run the same command again"
-        return "stopped by Ctrl-C", hint, 130
+        name = "SIGTERM" if isinstance(error, TerminatedError) else "Ctrl-C"
+        return f"stopped by {name}", hint, interrupt_exit_code(error)
     if (limited := lack_of_memory(error)) is not None:
         return limited.message, limited.hint, limited.exit_code
     if isinstance(error, OSError):

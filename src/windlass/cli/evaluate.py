@@ -13,7 +13,7 @@ from rich.table import Table
 
 from windlass.cli.options import JsonOption, ModelChoice, SaveOption, option_groups
 from windlass.cli.output import bar, show, table, text_of, working
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, interrupt_exit_code
 from windlass.files import append_line, write_atomic
 from windlass.units import parse_tokens
 
@@ -141,8 +141,9 @@ def eval_(
             append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
 
     answer: dict[str, Any] = {}
+    stopped: KeyboardInterrupt | None = None
     if chosen or tasks.harness:
-        unfinished = _run_tasks(opened, chosen, tasks, batch, overlap, keep, quiet=as_json)
+        unfinished, stopped = _run_tasks(opened, chosen, tasks, batch, overlap, keep, quiet=as_json)
         answer = {"unfinished": unfinished} if unfinished else {}
         cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
         language_rows = scoring.language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
@@ -164,8 +165,8 @@ def eval_(
     document = {**about, "device": opened.device_text, **answer, "scores": [score.line() for score in scores]}
     written = f"written to {source.run.eval_file}" if save and source.run is not None else None
     show(as_json, document, source.note or None, *printed, written)
-    if answer.get("unfinished"):
-        raise typer.Exit(130)  # as a shell counts Ctrl-C
+    if stopped is not None:
+        raise typer.Exit(interrupt_exit_code(stopped))
 
 
 def _read_tasks(tasks: TaskOptions, batch: int | None) -> list[tuple[TaskFile, SuiteOptions]]:
@@ -211,8 +212,8 @@ def _run_tasks(
     keep: Keep,
     *,
     quiet: bool,
-) -> list[str]:
-    """Run tasks one after another; the names of those that Ctrl-C left without scores."""
+) -> tuple[list[str], KeyboardInterrupt | None]:
+    """Run tasks one after another; the names of those that Ctrl-C or SIGTERM left without scores."""
     from windlass.convert.source import find_tokenizer
     from windlass.data.chat import load_chat_template
     from windlass.evaluate import task_files
@@ -242,7 +243,7 @@ def _run_tasks(
             keep(scores)
             unfinished.remove(task.name)
         if not names:
-            return []
+            return [], None
         with bar("harness", quiet=quiet) as progress:
             harness: dict[str, Any] = {
                 "folder": tasks.harness_folder,
@@ -254,9 +255,9 @@ def _run_tasks(
             for name, scores in zip(names, parts, strict=True):
                 keep(scores)
                 unfinished.remove(name)
-    except KeyboardInterrupt:
-        return unfinished
-    return []
+    except KeyboardInterrupt as error:
+        return unfinished, error
+    return [], None
 
 
 def _held_out(

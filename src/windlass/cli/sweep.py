@@ -10,7 +10,7 @@ import typer
 
 from windlass.cli.options import EngineProfileOption, JsonOption
 from windlass.cli.output import show, table, working
-from windlass.errors import ConfigError
+from windlass.errors import ConfigError, interrupt_exit_code
 from windlass.units import (
     print_bytes,
     print_figure,
@@ -271,9 +271,9 @@ def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **op
 
         try:
             run_points(sweep_run, points, report, **options)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             say(f"stopped: {progress()}; the same command continues with the others")
-            raise typer.Exit(130) from None
+            raise typer.Exit(interrupt_exit_code(error)) from None
 
 
 def _finish(

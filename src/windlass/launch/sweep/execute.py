@@ -225,8 +225,13 @@ def end_leftovers(folder: Path) -> None:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> int:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            return process.wait(timeout=END_SECONDS)
+    """Ask a point to end, and kill it after END_SECONDS or at a second Ctrl-C."""
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        return process.wait(timeout=END_SECONDS)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, (ProcessLookupError, subprocess.TimeoutExpired)):
+            raise
     return process.wait()
