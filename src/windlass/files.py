@@ -51,10 +51,14 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
     write_atomic(path, json.dumps(json_safe(value), indent=2, default=str, allow_nan=False) + "\n", sync=sync)
 
 
-def append_line(path: Path, value: Any) -> None:
-    """Append one JSON line in one write call; after a torn line (crash, full disk) the next one starts on a new
-    line."""
-    line = (json.dumps(json_safe(value), default=str, allow_nan=False) + "\n").encode()
+def json_line(value: Any) -> str:
+    return json.dumps(json_safe(value), default=str, allow_nan=False) + "\n"
+
+
+def append_line(path: Path, *values: Any) -> None:
+    """Append one JSON line for each value, all in one write call; after a torn line (crash, full disk) the next one
+    starts on a new line."""
+    line = "".join(map(json_line, values)).encode()
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         with contextlib.suppress(OSError):  # where a file system has no flock, O_APPEND alone keeps lines apart

@@ -94,3 +94,16 @@ def test_two_runs_of_one_name_are_told_apart(runs: list[Path], tmp_path: Path) -
     twin.parent.mkdir()
     runs[1].rename(twin)
     assert [row.model for row in recorded_rows([runs[0], twin])] == [str(runs[0]), str(twin)]
+
+
+def test_scores_that_are_the_newest_are_not_recorded_again(tmp_path: Path) -> None:
+    """A command that was killed after it had recorded them is given again."""
+    run = Run(tmp_path)
+    first, second = [score("all", 0.3), score("language fi", 0.2)], [score("all", 0.4), score("language fi", 0.2)]
+    other = EvalScore(task="other", group="all", metric="accuracy", value=None, count=0, detail={"sizes": (1, 2)})
+    for scores, step in ((first, 1), (first, 1), ([other], 1), ([other], 1), (first, 1), (second, 1), (first, 1)):
+        append_scores(run, scores, step=step, tokens=None)
+    lines = [json.loads(line) for line in run.eval_file.read_text().splitlines()]
+    assert [line["value"] for line in lines] == [0.3, 0.2, None, 0.4, 0.2, 0.3, 0.2]
+    append_scores(run, first, step=2, tokens=None)
+    assert len(run.eval_file.read_text().splitlines()) == 9

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.files import append_line
+from windlass.files import append_line, json_line, parse_json, read_json_lines
 from windlass.runs.folder import Run
 
 Interval = tuple[float | None, float | None]
@@ -30,9 +30,15 @@ class EvalScore:
 
 
 def append_scores(run: Run, scores: Iterable[EvalScore], *, step: int | None, tokens: int | None, **more: Any) -> None:
-    now = time.time()
-    for score in scores:
-        append_line(run.eval_file, score.line(step=step, tokens=tokens, time=now, **more))
+    """Record the scores, unless they are the newest of their tasks already: a command that was killed after this is
+    repeated, and must not record them twice."""
+    lines = [parse_json(json_line(score.line(step=step, tokens=tokens, **more)).encode()) for score in scores]
+    tasks = {line["task"] for line in lines}
+    recorded = [line for line in read_json_lines(run.eval_file) if line.get("task") in tasks]
+    newest = [{key: value for key, value in line.items() if key != "time"} for line in recorded[-len(lines) :]]
+    if lines and lines != newest:
+        now = time.time()
+        append_line(run.eval_file, *({**line, "time": now} for line in lines))
 
 
 def share_score(task: str, group: str, metric: str, hits: int, count: int, detail: Mapping[str, Any]) -> EvalScore:
