@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 
 from windlass.errors import LaunchError, RunError
 from windlass.launch import staging
-from windlass.launch.staging import MARKER, copy_folder, is_staged, link_checkpoints
+from windlass.launch.staging import MARKER, copy_folder, is_staged, link_checkpoints, part_of
 from windlass.runs import Run
 from windlass.runs.lock import locked
 
@@ -133,3 +134,19 @@ def test_a_move_goes_on_to_another_target_and_not_under_a_training_run(tmp_path)
     run.checkpoints.rename(run.path / "checkpoints.moved")  # killed here
     link_checkpoints(run, tmp_path / "faster")
     assert (run.checkpoint(10) / "a").read_text() == "a" and run.checkpoints.resolve() == tmp_path / "faster"
+
+
+def test_parts_of_a_killed_process_of_this_node_are_removed_at_once(store, tmp_path, monkeypatch):
+    """Eight shards half copied may be all the room that was left there."""
+    target = tmp_path / "fast"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    target.mkdir()
+    monkeypatch.setattr(os, "getpid", lambda: ended.pid)
+    part_of(target / "7.bin").write_bytes(b"half")
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # a process that lives
+    living = part_of(target / "7.bin")
+    living.write_bytes(b"half")
+    monkeypatch.undo()
+    copy_folder(store, target)
+    assert list(target.rglob("*.part")) == [living] and is_staged(store, target)

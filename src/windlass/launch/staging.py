@@ -23,7 +23,7 @@ MARKER = ".staged"
 STREAMS = 8
 # What those streams copy together; assumed, for the wall time of the job.
 COPY_BYTES_PER_SECOND = 1e9
-# Parts of copies that nobody has written to for this long are of a job that was killed.
+# Parts of copies from another node that nobody has written to for this long are of a job that was killed.
 STALE_COPY_SECONDS = 3600.0
 
 
@@ -75,6 +75,19 @@ def is_staged(source: Path, target: Path) -> bool:
     return (target / MARKER).is_file() and source.is_dir() and not missing_files(source, target)[0]
 
 
+def part_of(file: Path) -> Path:
+    """The name under which this process writes a file."""
+    return file.with_name(f".{file.name}.{os.uname().nodename}-{os.getpid()}.part")
+
+
+def is_abandoned(part: Path) -> bool:
+    """Whether the process that wrote it has ended; of another node's process only its silence tells it."""
+    _, of_this_node, pid = part.stem.rpartition(f".{os.uname().nodename}-")
+    if of_this_node and not Path("/proc", pid).exists():
+        return True
+    return time.time() - part.stat().st_mtime > STALE_COPY_SECONDS
+
+
 def copy_folder(
     source: Path, target: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> FolderCopy:
@@ -86,7 +99,7 @@ def copy_folder(
         )
     target.mkdir(parents=True, exist_ok=True)
     for part in target.rglob(".*.part"):
-        if time.time() - part.stat().st_mtime > STALE_COPY_SECONDS:
+        if is_abandoned(part):
             part.unlink(missing_ok=True)
     missing, kept = missing_files(source, target)
     total_bytes, free = sum(file.stat().st_size for file, _ in missing), shutil.disk_usage(target).free
@@ -103,8 +116,7 @@ def copy_folder(
     def copy(pair: tuple[Path, Path]) -> int:
         file, destination = pair
         destination.parent.mkdir(parents=True, exist_ok=True)
-        part = destination.with_name(f".{destination.name}.{os.uname().nodename}-{os.getpid()}.part")
-        before = file.stat()
+        part, before = part_of(destination), file.stat()
         try:
             shutil.copy2(file, part)
             after, size = file.stat(), part.stat().st_size
