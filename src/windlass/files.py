@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from windlass.errors import ConfigError, DataError
 
+# A disk or a quota without room.
+NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # How much of a large file is read at a time.
 READ_BLOCK_BYTES = 4 << 20
 # Deeper than any JSON file of windlass or transformers; functions that walk a value call themselves once per level.
@@ -76,7 +78,7 @@ def append_line(path: Path, *values: Any) -> None:
 
 # Lines that could not be written to a full or read-only disk; they are written before the next line.
 _buffered: dict[Path, list[Any]] = {}
-_RETRY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_RETRY_ERRNOS = (*NO_SPACE_ERRNOS, errno.EROFS, errno.EIO, errno.ESTALE)
 _MAX_BUFFERED_LINES = 100_000
 
 

@@ -21,6 +21,7 @@ from windlass.data.tokenizer import Tokenizer, train_bpe
 from windlass.errors import CheckpointError, ConfigError, RunError
 from windlass.evaluate.open_model import open_model
 from windlass.runs.folder import Run
+from windlass.units import print_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,16 +99,30 @@ def test_import_then_export_gives_the_same_bytes(llama_run: Run, tmp_path: Path,
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(
+def test_a_full_disk_is_named_with_numbers_and_leaves_nothing(
     llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **options: Any) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    weights = 4 * sum(tensor.numel() for tensor in open_model(llama_run.path).model.parameters())
+
+    def fail(tensors: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(bytes(5 * 1024))
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("windlass.convert.export.save_file", fail)
-    with pytest.raises(OSError) as error:
+    monkeypatch.setattr("windlass.convert.target.shutil.disk_usage", lambda path: usage._replace(free=weights))
+    with pytest.raises(RunError) as full:
         export(llama_run.path, tmp_path / "hf", verify=False)
-    assert error.value.errno == 28 and sorted(p.name for p in tmp_path.iterdir() if "hf" in p.name) == []
+    assert full.value.code == "convert.no-space" and print_bytes(5 * 1024) in full.value.message
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    export(llama_run.path, tmp_path / "hf", verify=False)
+    monkeypatch.setattr("windlass.convert.target.shutil.disk_usage", lambda path: usage._replace(free=1024))
+    for write in (lambda to: export(llama_run.path, to, verify=False), lambda to: import_model(tmp_path / "hf", to)):
+        with pytest.raises(RunError) as full:
+            write(tmp_path / "new")
+        assert full.value.code == "convert.no-space" and f"{print_bytes(1024)} are free" in full.value.message
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_retnet_folder_is_read_back(retnet_run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 
@@ -12,6 +13,7 @@ from windlass.launch import staging
 from windlass.launch.staging import MARKER, copy_folder, is_staged, link_checkpoints, part_of
 from windlass.runs import Run
 from windlass.runs.lock import locked
+from windlass.units import print_bytes
 
 
 @pytest.fixture
@@ -64,6 +66,25 @@ def test_no_room_and_no_source(store, tmp_path, monkeypatch):
     with pytest.raises(LaunchError) as caught:
         copy_folder(store, tmp_path / "fast")
     assert caught.value.code == "launch.staging-space"
+
+
+def test_a_disk_that_fills_up_during_the_copy_is_named_with_numbers_and_the_copy_goes_on(store, tmp_path, monkeypatch):
+    target, copy = tmp_path / "fast", staging.shutil.copy2
+
+    def fill_up(source, destination):
+        if source.name == "manifest.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy(source, destination)
+
+    monkeypatch.setattr(staging.shutil, "copy2", fill_up)
+    with pytest.raises(LaunchError) as caught:
+        copy_folder(store, target)
+    assert (
+        caught.value.code == "launch.staging-space" and f"of {print_bytes(20_002)} are copied" in caught.value.message
+    )
+    assert not (target / MARKER).exists() and not list(target.rglob("*.part"))
+    monkeypatch.undo()
+    assert copy_folder(store, target).kept_files > 0 and is_staged(store, target)
 
 
 def test_checkpoints_move_behind_a_link(tmp_path):

@@ -24,7 +24,7 @@ from windlass.checkpoint.names import TRANSFORMS, join_parts
 from windlass.config import ModelConfig, Recipe
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
-from windlass.convert.target import new_folder, refuse_existing
+from windlass.convert.target import check_space, new_folder, refuse_existing
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import Origin, StoredWeights, exported_names, open_weights
@@ -158,7 +158,7 @@ def write_weights(
     model, format, torch_dtype = recipe.model, format_of(recipe.model), DTYPES[dtype]
     names = exported_names(recipe, weights)
     shards: list[dict[str, Origin]] = [{}]
-    shard_size = 0
+    total_size = shard_size = 0
     for hf_name, (own_names, expert) in names.items():
         shapes = [weights.shape(name) if expert is None else weights.shape(name)[1:] for name in own_names]
         tensor_bytes = sum(math.prod(shape) for shape in shapes) * torch_dtype.itemsize
@@ -167,6 +167,8 @@ def write_weights(
             shard_size = 0
         shards[-1][hf_name] = (own_names, expert)
         shard_size += tensor_bytes
+        total_size += tensor_bytes
+    check_space(folder, total_size)
     sizes: dict[str, int] = {}
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):

@@ -27,7 +27,7 @@ from windlass.convert.config_json import (
     recipe_of_folder,
 )
 from windlass.convert.source import DTYPES, ModelSource, find_source, find_tokenizer
-from windlass.convert.target import new_folder, refuse_existing
+from windlass.convert.target import check_space, new_folder, refuse_existing
 from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.vocabulary import grow_vocabulary
@@ -187,6 +187,7 @@ def write_run(
     if tokenizer is not None:
         (folder / "tokenizer").mkdir(exist_ok=True)
         write_tokenizer(tokenizer, folder / "tokenizer", max_length=recipe.data.seq_len)
+    check_space(folder, sum(tensor.nbytes for tensor in state.values()))
     extra = {"tokens": 0, "dtype": dtype, "imported_from": str(origin), "positions": positions}
     with contextlib.closing(Saver(run, SaveConfig(asynchronous=False))) as saver:
         outcome = saver.save(0, {"model": state}, extra, block=True)

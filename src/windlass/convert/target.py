@@ -8,12 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.errors import RunError
+from windlass.files import NO_SPACE_ERRNOS
+from windlass.units import print_bytes
 
 
 def refuse_existing(target: Path, option: str) -> None:
     """An existing folder is never overwritten; `option` is the one that names another."""
     if target.exists() or target.is_symlink():
         raise RunError("convert.target-exists", f"{target} exists", hint=f"choose another folder with {option}")
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse weights that do not fit before they are written."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise RunError(
+            "convert.no-space",
+            f"the weights need {print_bytes(needed_bytes)}, and {print_bytes(free_bytes)} are free in {folder.parent}",
+            hint="free some space, or choose a folder on another disk",
+        )
 
 
 @contextlib.contextmanager
@@ -47,8 +60,17 @@ def new_folder(target: Path, option: str) -> Iterator[Path]:
                     path.unlink()
             yield temporary
             temporary.rename(target)
-        except BaseException:
+        except BaseException as error:
+            written_bytes = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
             shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            if not isinstance(error, OSError) or error.errno not in NO_SPACE_ERRNOS:
+                raise
+            free_bytes = shutil.disk_usage(target.parent).free
+            raise RunError(
+                "convert.no-space",
+                f"{error.strerror}: {print_bytes(written_bytes)} of {target} were written and removed again; "
+                f"{print_bytes(free_bytes)} are free",
+                hint=f"free some space, or choose another folder with {option}",
+            ) from None
     finally:
         os.close(handle)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from windlass.clusters.model import Cluster
 from windlass.errors import LaunchError
+from windlass.files import NO_SPACE_ERRNOS
 from windlass.runs import Run
 from windlass.runs.lock import refuse_held
 from windlass.units import print_bytes
@@ -133,10 +134,20 @@ def copy_folder(
         return size
 
     done_bytes = 0
-    with ThreadPoolExecutor(STREAMS) as pool:
-        for size in pool.map(copy, missing):
-            done_bytes += size
-            on_progress(done_bytes, total_bytes)
+    try:
+        with ThreadPoolExecutor(STREAMS) as pool:
+            for size in pool.map(copy, missing):
+                done_bytes += size
+                on_progress(done_bytes, total_bytes)
+    except OSError as error:
+        if error.errno not in NO_SPACE_ERRNOS:
+            raise
+        raise LaunchError(
+            "launch.staging-space",
+            f"{error.strerror}: {print_bytes(done_bytes)} of {print_bytes(total_bytes)} are copied to {target}, and "
+            f"{print_bytes(shutil.disk_usage(target).free)} are free",
+            hint="free some space there, and run the same command again: it continues",
+        ) from None
     (target / MARKER).touch()
     return FolderCopy(str(source), str(target), len(missing), done_bytes, kept, time.monotonic() - began)
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from windlass import errors
-from windlass.files import write_json
+from windlass.files import NO_SPACE_ERRNOS, write_json
 from windlass.runs.events import known_float, read_fields
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def kind_of(error: BaseException) -> str:
         (_KINDS_BY_CODE.get(code, ""), code in _KINDS_BY_CODE),
         ("interrupted", isinstance(error, KeyboardInterrupt)),
         *((kind, isinstance(error, cls)) for cls, kind in _KINDS.items()),
-        ("disk", isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+        ("disk", isinstance(error, OSError) and error.errno in (*NO_SPACE_ERRNOS, errno.EROFS)),
         ("crash", "EADDRINUSE" in text),  # its own port, not another rank: `lost` would blame nobody
         ("lost", type(error).__module__.startswith("torch.distributed") or is_remote),
     )
