@@ -3,6 +3,7 @@
 python -m benchmarks.faults                     all cases, written to benchmarks/results/faults.md and faults.json
 python -m benchmarks.faults --only killed       the cases whose names contain a word
 python -m benchmarks.faults --only random --kills 20 --merge --works training-2 --seed 7
+python -m benchmarks.faults --only random --kills 60 --merge --works sweep eval stage export finetune
 python -m benchmarks.faults --list
 """
 
@@ -108,17 +109,22 @@ def slurm_kills(place: Path, runs: int, seed: int) -> Iterator[Kill]:
 # Name -> (share of the kills, `work` of its kills, what is killed).
 WORKS: dict[str, tuple[float, str, Callable[[Path, int, int], Iterator[Kill]]]] = {
     "training-2": (
-        1 / 3,
+        1 / 4,
         "training on 2 processes",
         lambda place, runs, seed: random_kills.training_kills(place, 2, runs, seed),
     ),
     "training-3": (
-        1 / 3,
+        1 / 4,
         "training on 3 processes",
         lambda place, runs, seed: random_kills.training_kills(place, 3, runs, seed),
     ),
-    "tokenising": (2 / 15, "tokenising", random_kills.tokenizing_kills),
-    "slurm": (1 / 5, "SLURM chain", slurm_kills),
+    "tokenising": (1 / 10, "tokenising", random_kills.tokenizing_kills),
+    "slurm": (3 / 20, "SLURM chain", slurm_kills),
+    "sweep": (1 / 20, "sweep", random_kills.sweep_kills),
+    "eval": (1 / 20, "eval", random_kills.eval_kills),
+    "stage": (1 / 20, "staging", random_kills.stage_kills),
+    "export": (1 / 20, "export and import", random_kills.export_kills),
+    "finetune": (1 / 20, "fine-tuning two seeds", random_kills.finetuning_kills),
 }
 RUNS_PER_TURN = 4  # they share one uninterrupted run, and one SLURM
 
@@ -227,7 +233,9 @@ def write_results(rows: list[Row], kills: list[Kill], machines: list[str], given
     text += "sequences by their checksums, against the uninterrupted run at the same number of processes. Seconds to recover: median from the fault (or the end of the start that it ended) to the first step of the next start, on a shared machine.\n"
     if kills:
         text += f"\n## Random kills\n\n{'; '.join(machines)}.\n\n{random_kills.table(kills)}\n\n"
-        text += "A phase is chosen, its mark awaited, and after a random part of it one process of the tree gets a SIGKILL: a rank, the supervisor, a tokenising worker, the batch shell, srun. "
+        text += "A phase is chosen, its mark awaited, and after a random part of it one process of the tree gets a SIGKILL: a rank, the supervisor, a tokenising worker, a point of a sweep, the batch shell, srun. "
+        text += "Bit-identical: losses, weights and moments of training; the bytes of a store, a copy, an exported folder and imported weights; outcome and loss of every point of a sweep, none run twice to its end; the records of an evaluation; scores and weights of every seed. "
+        text += "After each kill of a copy, export or import, and before the command was given again, nothing incomplete was marked as complete or had the target's name. "
         text += "Seconds to detection: from the kill to the record of the fault, or to the end of every process where nobody is left to write one. Named: the record has the rank, the signal and the node.\n"
     (given.out / "faults.md").write_text(text)
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +89,23 @@ def store(make_store: Any, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPa
     return make_store(tmp_path_factory.mktemp("store") / "store", tokenizer)
 
 
+def save_run(folder: Path, store: Path, *, vocab: int, seq_len: int = 32, precision: str = "fp32", **model: Any) -> Run:
+    """A run folder with one checkpoint of random weights (large ones, so that a wrong weight shows)."""
+    config = ModelConfig(**{**LLAMA, "vocab": vocab, "init_std": 0.2, **model})
+    data = DataConfig(store=str(store), seq_len=seq_len)
+    recipe = Recipe(name="small", model=config, data=data, train=TrainConfig(precision=precision, steps=1))
+    run = create_run(folder, Loaded(recipe=recipe, text="", path=None, origins={}))
+    net = build_model(config, seq_len=seq_len)
+    net.init_weights(3)
+    saver = Saver(run, SaveConfig(asynchronous=False))
+    saver.save(7, {"model": dict(net.state_dict())}, {"tokens": 700}, block=True)
+    saver.close()
+    return run
+
+
 @pytest.fixture(scope="session")
 def make_run(store: Store, tokenizer: Tokenizer) -> Callable[..., Run]:
-    """A run folder with one checkpoint of random weights (large ones, so that a wrong weight shows)."""
-
-    def make(folder: Path, *, seq_len: int = 32, precision: str = "fp32", **model: Any) -> Run:
-        config = ModelConfig(**{**LLAMA, "vocab": tokenizer.vocab_size, "init_std": 0.2, **model})
-        data = DataConfig(store=str(store.path), seq_len=seq_len)
-        recipe = Recipe(name="small", model=config, data=data, train=TrainConfig(precision=precision, steps=1))
-        run = create_run(folder, Loaded(recipe=recipe, text="", path=None, origins={}))
-        net = build_model(config, seq_len=seq_len)
-        net.init_weights(3)
-        saver = Saver(run, SaveConfig(asynchronous=False))
-        saver.save(7, {"model": dict(net.state_dict())}, {"tokens": 700}, block=True)
-        saver.close()
-        return run
-
-    return make
+    return partial(save_run, store=store.path, vocab=tokenizer.vocab_size)
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,14 @@ import json
 import os
 import queue
 import random
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,19 @@ from tests.data.conftest import make_text
 from tests.faults import lab as faults
 from tests.faults.lab import Lab
 from tests.faults.marked import MARKS, PHASES
+from tests.model_runs import save_run
 from tests.slurm.conftest import BIN, SCRIPT, login
 
-from windlass.config import Recipe, load_recipe
+from windlass.config import Loaded, load_recipe
+from windlass.config.sources import DataFile, DataSource
+from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import train_bpe
+from windlass.files import read_json, read_json_lines
+from windlass.launch.staging import MARKER
 from windlass.launch.start import bind_start
+from windlass.launch.sweep.folder import SweepFolder
 from windlass.runs.events import FaultEvent, ProcessStart, Resumed
-from windlass.runs.folder import Run
+from windlass.runs.folder import Run, create_run
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 600.0
@@ -67,16 +74,41 @@ class Work:
     """A process tree that can be started again and again until its work is done."""
 
     name: str
+    marks: MarkReader
     start: Callable[[], subprocess.Popen[bytes]]
-    finished: Callable[[], bool]
+    # What is not as in the work that nobody disturbed.
+    differences: Callable[[], list[str]]
+    # Asked when no process is left. None: the command has ended with exit code 0.
+    finished: Callable[[], bool] | None = None
+    # What must hold after every kill, before the command is given again.
+    intact: Callable[[], bool] = lambda: True
     # Every living process with a label.
-    processes: Callable[[subprocess.Popen[bytes]], list[tuple[str, psutil.Process]]]
-    run: Run | None = None
+    processes: Callable[[subprocess.Popen[bytes]], list[tuple[str, psutil.Process]]] = lambda process: tree(process)
+    faults: Callable[[], Iterable[FaultEvent]] = tuple
     phases: tuple[str, ...] = PHASES
     # Its phases come again and again; else a kill in a late one would leave no early one to come.
     repeats: bool = True
+    # How many marks of a step there are at least.
+    steps: int = 6
     # How long each phase takes, as measured; the moment of a kill is a random part of it.
     seconds: dict[str, float] = field(default_factory=dict)
+    run: Run | None = None
+    tokens_per_step: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def go_on(self) -> bool:
+        """Give the command (again) where it does not run; False: the work is done."""
+        if self.process is None or self.process.poll() is not None:
+            has_ended = self.process is not None and self.process.returncode == 0
+            if has_ended if self.finished is None else self.finished():
+                return False
+            self.marks.drain()
+            self.marks.phase, self.marks.since = "none", time.monotonic()
+            self.process = self.start()
+        return True
+
+    def alive(self) -> list[tuple[str, psutil.Process]]:
+        return [] if self.process is None else self.processes(self.process)
 
 
 class MarkReader:
@@ -85,7 +117,7 @@ class MarkReader:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
-        self.phase, self.since = "start-up", time.monotonic()
+        self.path, self.phase, self.since = path, "none", time.monotonic()
         # Phase -> how long it took the last time.
         self.spans: dict[str, float] = {}
         self.received: queue.Queue[tuple[str, float]] = queue.Queue()
@@ -135,88 +167,97 @@ def tree(process: subprocess.Popen[bytes]) -> list[tuple[str, psutil.Process]]:
     return labelled
 
 
-def measure(work: Work, marks: MarkReader) -> None:
+def measure(work: Work) -> None:
     """Run the work once without kills: how long its phases take."""
     spans: dict[str, list[float]] = {}
-    process = work.start()
-    marks.phase, marks.since = "start-up", time.monotonic()
-    while process.poll() is None or not work.finished():
-        before, since = marks.phase, marks.since
-        marks.read(0.05)
-        if marks.phase != before:
-            spans.setdefault(before, []).append(marks.since - since)
-    spans.setdefault(marks.phase, []).append(time.monotonic() - marks.since)
+    while work.go_on():
+        before, since = work.marks.phase, work.marks.since
+        work.marks.read(0.05)
+        assert work.process is not None and not work.process.poll(), f"{work.name} fails without a kill"
+        if work.marks.phase != before:
+            spans.setdefault(before, []).append(work.marks.since - since)
+    spans.setdefault(work.marks.phase, []).append(time.monotonic() - work.marks.since)
     work.seconds = {phase: sorted(values)[len(values) // 2] for phase, values in spans.items()}
 
 
-def disturb(work: Work, marks: MarkReader, dice: random.Random) -> list[Kill]:
+def random_kills(make: Callable[[str, MarkReader], Work], runs: int, seed: int) -> Iterator[Kill]:
+    """`make` gives the work of a name; the first one, "reference", is not disturbed."""
+    dice = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="marks-") as short:  # a Unix socket's path has at most 107 characters
+        marks = MarkReader(Path(short) / "marks")
+        measure(reference := make("reference", marks))
+        for number in range(runs):
+            work = make(f"kills-{number}", marks)
+            work.seconds = reference.seconds
+            kills = disturb(work, dice)
+            if work.run is not None:
+                tokens_redone(work.run, kills, work.tokens_per_step)
+            if problems := work.differences():
+                print(f"{work.name}: {'; '.join(problems)}", file=sys.stderr)
+            for kill in kills:
+                kill.identical = kill.identical and not problems
+            yield from kills
+
+
+def disturb(work: Work, dice: random.Random) -> list[Kill]:
     """One kill in every phase, in random order where they repeat, and shutdown last; then the work is brought to its end."""
     kills: list[Kill] = []
     misses, waiting = 0, list(work.phases)
     if work.repeats:
         waiting[:-1] = dice.sample(work.phases[:-1], len(work.phases) - 1)
-    process: subprocess.Popen[bytes] | None = None
-    while waiting:
-        if process is None or process.poll() is not None:
-            if work.finished():
-                break
-            marks.drain()
-            marks.phase, process = "none", work.start()
+    while waiting and work.go_on():
         phase = waiting.pop(0)
-        if kill := kill_in(work, process, phase, marks, dice):
+        if kill := kill_in(work, phase, dice):
+            kill.identical = work.intact()
             kills.append(kill)
         elif waiting and work.repeats and misses < 5:  # the next start may reach it
             misses += 1
             waiting.insert(len(waiting) - 1, phase)
     deadline = time.monotonic() + LIMIT_SECONDS
-    while not work.finished() and time.monotonic() < deadline:
-        if process is None or process.poll() is not None:
-            process = work.start()
+    while work.go_on() and time.monotonic() < deadline:
         time.sleep(0.05)
-    if process is not None:
-        process.wait(LIMIT_SECONDS)
     return kills
 
 
-def kill_in(
-    work: Work, process: subprocess.Popen[bytes], phase: str, marks: MarkReader, dice: random.Random
-) -> Kill | None:
+def kill_in(work: Work, phase: str, dice: random.Random) -> Kill | None:
     """A kill after a random part of the phase; None when it was over before, however often it came."""
+    marks = work.marks
     for _ in range(1 if phase in ("start-up", "shutdown") else 20):
-        times = dice.randint(1, 6) if phase == "step" else 1
-        if not marks.wait_for(phase, times, lambda: bool(work.processes(process))):
+        times = dice.randint(1, work.steps) if phase == "step" else 1
+        if not marks.wait_for(phase, times, lambda: bool(work.alive())):
             return None
         time.sleep(dice.random() * work.seconds.get(phase, 0.0))
         marks.drain()
         if marks.phase == phase:
-            return kill_one(work, process, phase, dice)
+            return kill_one(work, phase, dice)
         if phase in marks.spans:  # it took less time than when it was measured
             work.seconds[phase] = min(work.seconds.get(phase, 0.0), marks.spans[phase])
     return None
 
 
-def kill_one(work: Work, process: subprocess.Popen[bytes], phase: str, dice: random.Random) -> Kill | None:
+def kill_one(work: Work, phase: str, dice: random.Random) -> Kill | None:
     """SIGKILL to one process of the tree. None: it had ended by itself just before."""
-    members = work.processes(process)
+    members = work.alive()
     if not members:
         return None
     label, victim = dice.choice(members)
     moment = time.time()
     with contextlib.suppress(psutil.NoSuchProcess):
         victim.kill()
+    assert work.process is not None
     while time.time() - moment < NOTICE_SECONDS:
-        for fault in work.run.events(FaultEvent) if work.run is not None else ():
+        for fault in work.faults():
             if (fault.time or 0) >= moment:
                 is_rank = label.startswith("rank")
                 right = label == f"rank {fault.rank}" and "SIGKILL" in (fault.error or "") and bool(fault.host)
                 seconds = (fault.time or 0) - moment
                 return Kill(work.name, phase, label, seconds, right if is_rank else None, killed_at=moment)
         if not any(_lives(member) for _, member in members):
-            if label.startswith("rank") and work.finished() and process.poll() == 0:
+            if work.process.poll() == 0 and (work.finished is None or work.finished()):
                 return None
             return Kill(work.name, phase, label, time.time() - moment, killed_at=moment)
         time.sleep(0.01)
-        process.poll()
+        work.process.poll()
     return Kill(work.name, phase, label, None, killed_at=moment)
 
 
@@ -250,130 +291,348 @@ def environment(marks: Path) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARKS: str(marks)}
 
 
-def command(*arguments: Any, marks: Path, log: Path) -> subprocess.Popen[bytes]:
+def command(*arguments: Any, marks: MarkReader, log: Path, cwd: Path | None = None) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "tests.faults.marked", *map(str, arguments)]
     with log.open("ab") as output:
-        return subprocess.Popen(argv, env=environment(marks), stdout=output, stderr=output)
-
-
-def training(lab: Lab, recipe: Recipe, world: int, marks: Path) -> Work:
-    run = lab.new_run(recipe, f"kills-{world}")
-
-    def start() -> subprocess.Popen[bytes]:
-        name = bind_start(run, devices=world, devices_per_node=world).name
-        return command("supervisor", run.path, "--start", name, marks=marks, log=run.logs / "supervisor.log")
-
-    def finished() -> bool:
-        return any(event.event == "finished" for event in run.events())
-
-    return Work(f"training on {world} processes", start, finished, tree, run)
+        return subprocess.Popen(argv, env=environment(marks.path), stdout=output, stderr=output, cwd=cwd)
 
 
 def training_kills(folder: Path, world: int, runs: int, seed: int = 0) -> Iterator[Kill]:
-    lab, dice = Lab(folder, seed), random.Random(seed)
     tables: dict[str, Any] = {"data": {"batch_tokens": 64 * world}, "train": {"eval_tokens": 2000}}
-    recipe = faults.recipe(lab.store, steps=100, every=5, **tables)
-    reference, seconds = lab.reference(recipe, world), {}
-    with tempfile.TemporaryDirectory(prefix="marks-") as short:  # a Unix socket's path has at most 107 characters
-        path = Path(short) / "marks"
-        marks = MarkReader(path)
-        for _ in range(runs):
-            work = training(lab, recipe, world, path)
-            if not seconds:
-                measure(work, marks)
-                seconds, work = work.seconds, training(lab, recipe, world, path)
-            work.seconds = seconds
-            assert work.run is not None
-            own = disturb(work, marks, dice)
-            tokens_redone(work.run, own, 64 * world)
-            problems = faults.differences(reference, work.run, recipe)
-            for kill in own:
-                kill.identical = not problems
-            yield from own
+    recipe = faults.recipe(Lab(folder).store, steps=100, every=5, **tables)
+
+    def make(name: str, marks: MarkReader) -> Work:
+        run = create_run(folder / name, Loaded(recipe, "", None, {}))
+
+        def start() -> subprocess.Popen[bytes]:
+            name = bind_start(run, devices=world, devices_per_node=world).name
+            return command("supervisor", run.path, "--start", name, marks=marks, log=run.logs / "supervisor.log")
+
+        return Work(
+            f"training on {world} processes",
+            marks,
+            start,
+            differences=lambda: faults.differences(Run(folder / "reference"), run, recipe),
+            finished=lambda: any(event.event == "finished" for event in run.events()),
+            faults=lambda: run.events(FaultEvent),
+            run=run,
+            tokens_per_step=64 * world,
+        )
+
+    return random_kills(make, runs, seed)
+
+
+def write_texts(folder: Path, count: int) -> tuple[Path, Path]:
+    """A file of texts, and a tokenizer."""
+    texts = [make_text(i, 200) for i in range(count)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder / "text.jsonl", train_bpe(texts[:300], 600, folder / "tokenizer").path
 
 
 def tokenizing_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
-    dice, seconds = random.Random(seed), {}
-    texts = [make_text(i, 200) for i in range(4000)]
-    tokenizer = train_bpe(texts[:300], 600, folder / "tokenizer")
-    source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source, tokenizer = write_texts(folder, 4000)
 
-    def work_on(output: Path) -> Work:
-        data_file = output.with_suffix(".toml")
+    def make(name: str, marks: MarkReader) -> Work:
+        data_file = folder / f"{name}.toml"
         data_file.write_text(
-            f'output = "{output}"\nengine = "tokenizers"\ntokenizer = "{tokenizer.path}"\nworkers = 2\nchunk = "64KiB"\n'
+            f'output = "{folder / name}"\nengine = "tokenizers"\ntokenizer = "{tokenizer}"\nworkers = 2\nchunk = "64KiB"\n'
             f'validation = 0.1\ndedup = "exact"\nshard_tokens = 50_000\n[sources.s]\npaths = ["{source}"]\n'
         )
         return Work(
             "tokenising",
-            lambda: command("tokenize", data_file, marks=path, log=folder / f"{output.name}.log"),
-            lambda: (output / "manifest.json").is_file() and not (output / "work").exists(),
-            tree,
+            marks,
+            lambda: command("tokenize", data_file, marks=marks, log=folder / f"{name}.log"),
+            differences=lambda: unlike(folder / "reference", folder / name, "history.jsonl"),
             phases=("start-up", "step", "save", "shutdown"),
             repeats=False,
         )
 
-    with tempfile.TemporaryDirectory(prefix="marks-") as short:
-        path = Path(short) / "marks"
-        marks = MarkReader(path)
-        measure(reference := work_on(folder / "reference"), marks)
-        seconds = reference.seconds
-        for number in range(runs):
-            work = work_on(folder / f"store-{number}")
-            work.seconds = seconds
-            own = disturb(work, marks, dice)
-            identical = digest(folder / f"store-{number}") == digest(folder / "reference")
-            for kill in own:
-                kill.identical = identical
-            yield from own
+    return random_kills(make, runs, seed)
+
+
+SWEEP = """
+name = "kills"
+devices = 1
+[recipe]
+name = "tiny"
+[recipe.model]
+layers = 2
+width = 32
+ffn = 64
+heads = 4
+vocab = 128
+[recipe.data]
+seq_len = 16
+batch_tokens = 128
+[recipe.train]
+steps = 60
+precision = "fp32"
+[recipe.energy]
+enabled = false
+[matrix]
+"optim.lr" = [1e-3, 3e-3, 1e-2]
+[[include]]
+name = "two"
+devices = 2
+"optim.lr" = 3e-2
+"""
+
+
+def sweep_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
+    """A point that was killed is a result; `--only fail` repeats it."""
+    (folder / "sweep.toml").write_text(SWEEP)
+
+    def table(sweep: SweepFolder) -> list[list[Any]]:
+        rows = (read_json(sweep.table("json")) or {}).get("rows", [])
+        return [[row.get(key) for key in ("point", "outcome", "loss", "devices", "steps")] for row in rows]
+
+    def make(name: str, marks: MarkReader) -> Work:
+        sweep, reference = SweepFolder(folder / name), SweepFolder(folder / "reference")
+        done: list[subprocess.Popen[bytes]] = []
+
+        def failed() -> list[str]:
+            return [point for point, line in sweep.outcomes().items() if line["outcome"] != "ok"]
+
+        def start() -> subprocess.Popen[bytes]:
+            only = ("--only", "fail") if done and done[-1].poll() == 0 else ()
+            argv = ("sweep", folder / "sweep.toml", "--run", sweep.path, *only)
+            done.append(command(*argv, marks=marks, log=folder / f"{name}.log"))
+            return done[-1]
+
+        def noticed() -> Iterator[FaultEvent]:
+            for line in read_json_lines(sweep.outcomes_file):
+                yield FaultEvent(time=line["time"], rank=line["rank"], error=line["detail"], host=line["host"])
+
+        def differences() -> list[str]:
+            lines = list(read_json_lines(sweep.outcomes_file))
+            done = [line["point"] for line in lines if line["outcome"] == "ok"]
+            return [
+                *(["the tables differ"] if not table(sweep) or table(sweep) != table(reference) else []),
+                *(f"point {point} was done again" for point in set(done) if done.count(point) > 1),
+            ]
+
+        return Work(
+            "sweep",
+            marks,
+            start,
+            differences,
+            finished=lambda: bool(done) and done[-1].poll() == 0 and not failed(),
+            faults=noticed,
+            phases=("start-up", "step", "save", "shutdown"),
+            repeats=False,
+            steps=2,
+        )
+
+    return random_kills(make, runs, seed)
+
+
+def write_run(folder: Path, **model: Any) -> Run:
+    """A run with a checkpoint of random weights, a tokenizer and a token store."""
+    source, tokenizer = write_texts(folder, 400)
+    sources = {"text": DataSource(paths=[str(source)], language="en")}
+    tables: dict[str, Any] = {"validation": 0.5, "workers": 1, "engine": "tokenizers"}
+    tokenize(DataFile(output=str(folder / "store"), tokenizer=str(tokenizer), sources=sources, **tables))
+    return save_run(folder / "run", folder / "store", vocab=600, **model)
+
+
+def eval_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
+    """Held-out text, then tasks."""
+    base = write_run(folder, seq_len=64, width=128, ffn=512)
+    tasks = [folder / f"task-{number}.jsonl" for number in range(3)]
+    for number, task in enumerate(tasks):
+        items = [{"context": make_text(1000 * number + i, 30), "answer": make_text(i, 3)} for i in range(200)]
+        task.write_text("".join(json.dumps(item) + "\n" for item in items))
+
+    def make(name: str, marks: MarkReader) -> Work:
+        run = Run(folder / name)
+        shutil.copytree(base.path, run.path)
+        pages = [run.path / "text.html", run.path / "tasks.html"]
+
+        def start() -> subprocess.Popen[bytes]:
+            argv = ["eval", run.path, "--overlap", "--batch", 2, "--html", pages[pages[0].exists()]]
+            argv += [word for task in tasks for word in ("--task", task)] if pages[0].exists() else []
+            return command(*argv, marks=marks, log=folder / f"{name}.log")
+
+        def scores(run: Run) -> list[dict[str, Any]]:
+            lines = [json.loads(line) for line in run.eval_file.read_text().splitlines()]
+            return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+        def differences() -> list[str]:
+            reference = scores(Run(folder / "reference"))
+            return [] if scores(run) == reference else [f"{len(scores(run))} scores, not the {len(reference)}"]
+
+        return Work(
+            "eval",
+            marks,
+            start,
+            differences,
+            finished=lambda: all(page.exists() for page in pages),
+            phases=("start-up", "step", "save", "step", "save", "shutdown"),
+            repeats=False,
+        )
+
+    return random_kills(make, runs, seed)
+
+
+def stage_kills(folder: Path, runs: int, seed: int = 0, files: int = 1000) -> Iterator[Kill]:
+    store, dice = folder / "store", random.Random(seed)
+    store.mkdir(parents=True)
+    for number in range(files):
+        (store / f"{number}.bin").write_bytes(dice.randbytes(50_000 if number % 50 else 10_000_000))
+    recipe = faults.recipe(store)
+
+    def make(name: str, marks: MarkReader) -> Work:
+        run, fast = create_run(folder / name, Loaded(recipe, "", None, {})), folder / f"fast-{name}"
+        for step in (1, 2):
+            shutil.copytree(store, run.checkpoint(step), copy_function=os.link)
+
+        def intact() -> bool:
+            """A copy that is marked is complete, and the checkpoints are at one place at least."""
+            places = [run.checkpoints, run.path / "checkpoints.moved"]
+            is_moved = [
+                place for place in places if place.is_dir() and not unlike(store, place / run.checkpoint(2).name)
+            ]
+            return bool(is_moved) and (
+                not (fast / "store" / MARKER).exists() or not unlike(store, fast / "store", MARKER)
+            )
+
+        def differences() -> list[str]:
+            places = [fast / "store", *(fast / "checkpoints" / run.checkpoint(step).name for step in (1, 2))]
+            problems = [problem for place in places for problem in unlike(store, place, MARKER)]
+            problems += [] if run.checkpoints.is_symlink() else ["the checkpoints have not moved"]
+            return problems + [f"{path} is left" for path in run.path.glob("*.moved")]
+
+        argv = ("stage", run.path, "--store", fast / "store", "--checkpoints", fast / "checkpoints")
+        return Work(
+            "staging",
+            marks,
+            lambda: command(*argv, marks=marks, log=folder / f"{name}.log"),
+            differences,
+            intact=intact,
+            phases=("start-up", "step", "save", "shutdown"),
+            repeats=False,
+        )
+
+    return random_kills(make, runs, seed)
+
+
+def export_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
+    """An export, and an import of what it wrote."""
+    base, reference = write_run(folder, width=512, ffn=2048), folder / "reference"
+
+    def make(name: str, marks: MarkReader) -> Work:
+        own = folder / name
+        own.mkdir()
+        (own / "run").symlink_to(base.path)
+
+        def start() -> subprocess.Popen[bytes]:
+            argv = ["export", "run", "--to", "hf", "--shard", "4 MB"]
+            argv = ["import", "hf", "--run", "imported"] if (own / "hf").exists() else argv
+            return command(*argv, marks=marks, log=folder / f"{name}.log", cwd=own)
+
+        def problems(target: str) -> list[str]:
+            # These hold times and random states.
+            own_files = ("events.jsonl", "manifest.json", ".metadata", "extra.json")
+            found = unlike(reference / target, own / target, *own_files)
+            return found + (other_weights(reference / target, own / target) if target == "imported" else [])
+
+        return Work(
+            "export and import",
+            marks,
+            start,
+            differences=lambda: problems("hf") + problems("imported"),
+            finished=lambda: (own / "imported").exists(),
+            # Nothing is under the target's name, or everything.
+            intact=lambda: not any((own / target).exists() and problems(target) for target in ("hf", "imported")),
+            phases=2 * ("start-up", "save", "validation", "shutdown"),
+            repeats=False,
+        )
+
+    return random_kills(make, runs, seed)
+
+
+def finetuning_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
+    """Two seeds on two processes each."""
+    base, seeds = write_run(folder, seq_len=64), (0, 1)
+    for name, count in (("train", 320), ("test", 80)):
+        labels = [["red", "blue"][number % 2] for number in range(count)]
+        texts = [" ".join([*make_text(number, 20).split(), f"{label}\t{label}"]) for number, label in enumerate(labels)]
+        (folder / f"{name}.tsv").write_text("\n".join(["text\tlabel", *texts, ""]))
+
+    def make(name: str, marks: MarkReader) -> Work:
+        own, reference = folder / name, folder / "reference"
+        shutil.copytree(base.path, own / "run")
+        runs = [own / f"run-train-seed{number}" for number in seeds]
+
+        def scores(place: Path) -> list[Any]:
+            """Of the command, in the ledgers of the model and of its seeds."""
+            answer = read_json(place / "scores.json") or {}
+            found = [[answer.get(key) for key in ("accuracy", "loss", "score", "spread", "validation_score")]]
+            for run in (place / "run", *(place / run.name for run in runs)):
+                lines = [json.loads(line) for line in Run(run).eval_file.read_text().splitlines()]
+                found.append([[line[key] for key in ("metric", "value", "count", "step")] for line in lines])
+            return found
+
+        def differences() -> list[str]:
+            found = [] if scores(own) == scores(reference) else [f"scores differ: {scores(own)}, {scores(reference)}"]
+            return [*found, *(problem for run in runs for problem in other_weights(reference / run.name, run))]
+
+        argv = (
+            "finetune", own / "run", "--train", folder / "train.tsv", "--test", folder / "test.tsv", "--epochs", 2,
+            "--length", 32, "--lr", 3e-3, "--seeds", len(seeds), "--devices", 2, "--runs", own,
+            "--output", own / "scores.json",
+        )  # fmt: skip
+        return Work(
+            "fine-tuning two seeds",
+            marks,
+            lambda: command(*argv, marks=marks, log=folder / f"{name}.log"),
+            differences,
+            finished=lambda: (own / "scores.json").exists(),
+            faults=lambda: (event for run in runs for event in Run(run).events(FaultEvent)),
+        )
+
+    return random_kills(make, runs, seed)
 
 
 def slurm_kills(folder: Path, runs: int, seed: int = 0) -> Iterator[Kill]:
     """Chains of six jobs on two nodes of the development cluster, which must be up."""
-    lab, dice, seconds = Lab(folder / "lab", seed), random.Random(seed), {}
-    with tempfile.TemporaryDirectory(prefix="marks-") as short, login(SCRIPT, folder / "site") as site:
-        path, shims = Path(short) / "marks", folder / "shims"
-        marks = MarkReader(path)
-        (shims / "bin").mkdir(parents=True)
-        (shims / "bin" / "activate").write_text(f'export PATH="{shims}/bin:{BIN}:$PATH"\n')
-        shim = shims / "bin" / "python"
-        shim.write_text(
-            f'#!/bin/bash\nexport PYTHONPATH="{environment(path)["PYTHONPATH"]}"\n'
-            f'if [ "$2" = windlass.train.worker ]; then exec {sys.executable} -m tests.faults.marked worker "${{@:3}}"; fi\n'
-            f'exec {sys.executable} "$@"\n'
-        )
-        shim.chmod(0o755)
-        tables = {
-            "model__vocab": 128, "data__store": str(lab.store), "data__seq_len": 16, "data__batch_tokens": 128,
-            "data__max_epochs": 1.0, "train__steps": 100, "train__eval_every": 10, "train__eval_tokens": 1024, "save__every": 5,
-        }  # fmt: skip
-        names = ["measured", *(f"kills-{number}" for number in range(runs))]
-        files = {n: site.recipe(n, launch={"venv": str(shims), "env": {MARKS: str(path)}}, **tables) for n in names}
-        recipe = load_recipe(files[names[0]]).recipe
-        reference = lab.reference(recipe, 2)
-        for name in names:
-            run = Run(site.folder / "runs" / name)
+    store, shims = Lab(folder / "lab").store, folder / "shims"
+    with login(SCRIPT, folder / "site") as site:
 
-            def start(name: str = name) -> subprocess.Popen[bytes]:
-                site.launch(files[name], "--chain", 6)
+        def make(name: str, marks: MarkReader) -> Work:
+            (shims / "bin").mkdir(parents=True, exist_ok=True)
+            (shims / "bin" / "activate").write_text(f'export PATH="{shims}/bin:{BIN}:$PATH"\n')
+            shim = shims / "bin" / "python"
+            shim.write_text(
+                f'#!/bin/bash\nexport PYTHONPATH="{environment(marks.path)["PYTHONPATH"]}"\n'
+                f'if [ "$2" = windlass.train.worker ]; then exec {sys.executable} -m tests.faults.marked worker "${{@:3}}"; fi\n'
+                f'exec {sys.executable} "$@"\n'
+            )
+            shim.chmod(0o755)
+            tables = {
+                "model__vocab": 128, "data__store": str(store), "data__seq_len": 16, "data__batch_tokens": 128,
+                "data__max_epochs": 1.0, "train__steps": 100, "train__eval_every": 10, "train__eval_tokens": 1024, "save__every": 5,
+            }  # fmt: skip
+            file = site.recipe(name, launch={"venv": str(shims), "env": {MARKS: str(marks.path)}}, **tables)
+            run, recipe = Run(site.folder / "runs" / name), load_recipe(file).recipe
+
+            def start() -> subprocess.Popen[bytes]:
+                site.launch(file, "--chain", 6)
                 return subprocess.Popen(["bash", "-c", f"while squeue -h -n {name} | grep -q .; do sleep 0.3; done"])
 
-            def finished(run: Run = run) -> bool:
-                return any(event.event == "finished" for event in run.events())
+            return Work(
+                "SLURM chain",
+                marks,
+                start,
+                differences=lambda: faults.differences(Run(run.path.parent / "reference"), run, recipe),
+                finished=lambda: any(event.event == "finished" for event in run.events()),
+                processes=lambda process: job_processes(),
+                faults=lambda: run.events(FaultEvent),
+                run=run,
+                tokens_per_step=128,
+            )
 
-            work = Work("SLURM chain", start, finished, lambda process: job_processes(), run)
-            if not seconds:
-                measure(work, marks)
-                seconds = work.seconds
-                continue
-            work.seconds = seconds
-            own = disturb(work, marks, dice)
-            tokens_redone(run, own, 128)
-            problems = faults.differences(reference, run, recipe)
-            for kill in own:
-                kill.identical = not problems
-            yield from own
+        yield from random_kills(make, runs, seed)
 
 
 def job_processes() -> list[tuple[str, psutil.Process]]:
@@ -391,13 +650,22 @@ def job_processes() -> list[tuple[str, psutil.Process]]:
     return labelled
 
 
-def digest(folder: Path) -> dict[str, str]:
-    """Every visible file of a store but its history."""
-    return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in sorted(folder.iterdir())
-        if p.is_file() and not p.name.startswith(".") and p.name != "history.jsonl"
-    }
+def unlike(reference: Path, folder: Path, *ignored: str) -> list[str]:
+    """Files of two folders that differ or are in one only; those of these names are not compared."""
+
+    def digests(place: Path) -> dict[str, str]:
+        files = (path for path in place.rglob("*") if path.is_file() and path.name not in ignored)
+        return {str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    ours, theirs = digests(folder), digests(reference)
+    return [f"{name} of {folder}" for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+
+
+def other_weights(reference: Path, folder: Path) -> list[str]:
+    """Whether the newest checkpoints of two runs differ in a bit."""
+    ours, theirs = (faults.tensors(max(Run(path).checkpoints.glob("step-*"))) for path in (folder, reference))
+    is_same = ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    return [] if is_same else [f"the weights of {folder}"]
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
