@@ -10,9 +10,11 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from windlass.checkpoint import files
 from windlass.checkpoint.load import find_latest, load_model_weights, restore, weights_source
+from windlass.checkpoint.reader import CheckpointReader
 from windlass.checkpoint.save import Saver
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
@@ -395,3 +397,19 @@ def test_a_damaged_shard_of_one_rank_is_found_by_all(run, net, spread) -> None:
     assert first == second and "__2_0.distcp differs" in first
     [event] = [e for e in run.events() if e.event == "damaged"]
     assert "__2_0.distcp differs" in event.reason
+
+
+def test_ctrl_c_is_not_called_a_fault_of_the_checkpoint(run, net, monkeypatch) -> None:
+    """torch.distributed.checkpoint turns it into an exception of its own."""
+
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    put(run, 1, net())
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(CheckpointReader, "read_data", stop)
+        restore(find_latest(run), {"model": dict(net().state_dict())})
+    monkeypatch.setattr(FileSystemWriter, "write_data", stop)
+    with pytest.raises(KeyboardInterrupt):
+        put(run, 2, net())
+    assert find_latest(run).step == 1

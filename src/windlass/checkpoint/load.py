@@ -192,7 +192,7 @@ def read_tensors(reader: CheckpointReader, state: dict[str, Any]) -> None:
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         # A CheckpointException holds the failures of all ranks: report the first.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if isinstance(cause, CheckpointError):
+        if isinstance(cause, (CheckpointError, KeyboardInterrupt)):
             raise cause from None
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
         if isinstance(cause, pickle.UnpicklingError):  # of weights_only=True; a later line names the function

@@ -265,6 +265,8 @@ class Saver:
             )
         except CheckpointException as error:  # it holds the failures of all ranks: name the first
             rank, (failure, _) = next(iter(error.failures.items()))
+            if isinstance(failure, KeyboardInterrupt):
+                raise failure from None
             raise CheckpointError(
                 "checkpoint.write-failed", f"rank {rank} could not write: {_first_line(failure)}"
             ) from failure
