@@ -179,7 +179,7 @@ def cli_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Generated from the code. An error prints one message and a hint and ends with a non-zero exit code; `-v` also prints the error code, the traceback and the files that were read.",
+        'Generated from the code. An error prints one message and a hint and ends with a non-zero exit code; `-v` also prints the error code, the traceback and the files that were read. With `--json` standard output is one JSON document also after an error: `{"error": {"code": ..., "message": ..., "hint": ..., "exit_code": ...}}`, or the command\'s own document if that names what is wrong.',
         "",
     ]
     for name, command in sorted(root.commands.items()):

@@ -81,6 +81,17 @@ def test_every_help_writes_arguments_alike_and_flags_without_a_value():
                 assert param.metavar == "", f"{name} {param.opts}: looks as if it took a value"
 
 
+def test_no_name_of_an_option_is_cut_off_in_80_columns(monkeypatch, capsys):
+    from windlass.cli import command
+
+    monkeypatch.setenv("COLUMNS", "80")
+    root = command()
+    for name in ("eval", "report", "sweep", "launch"):
+        with pytest.raises(SystemExit):
+            root([name, "--help"], prog_name="windlass")
+    assert "…" not in capsys.readouterr().out
+
+
 def test_alone_it_shows_the_seven_steps():
     done = windlass()
     assert done.returncode == 0
@@ -162,8 +173,8 @@ def test_a_limit_on_address_space_is_named(tmp_path):
     ids=repr,
 )
 def test_a_lack_of_memory_is_no_fault_of_windlass(error):
-    message, hint, code = describe_failure(error)
-    assert code == 12 and "out of memory" in message and "bug" not in (hint or "")
+    failure = describe_failure(error)
+    assert failure.exit_code == 12 and "out of memory" in failure.message and "bug" not in (failure.hint or "")
 
 
 @pytest.mark.parametrize(("library", "needed"), [("numpy", 192 << 20), ("torch", 1 << 30)])

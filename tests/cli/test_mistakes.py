@@ -34,7 +34,7 @@ micro_batch = 2
 """
 LONG = "a" * 200
 CHECKS = "launch.checks-failed"
-USAGE = None  # an error of the argument parser, which has no code of ours
+USAGE = "cli.usage"  # the argument parser's own errors
 
 # Command, exit code, error code, what the message or hint must name, and the command with that fix, which must succeed.
 MISTAKES = [
@@ -132,9 +132,9 @@ def folder(tmp_path_factory):
 def windlass(folder, monkeypatch, capsys):
     """(exit code, error code, printed text) of a command in the folder."""
     monkeypatch.chdir(folder)
-    errors = []
+    failures = []
     describe = cli.describe_failure
-    monkeypatch.setattr(cli, "describe_failure", lambda error: errors.append(error) or describe(error))
+    monkeypatch.setattr(cli, "describe_failure", lambda error: failures.append(describe(error)) or failures[-1])
 
     def run(command):
         monkeypatch.setattr(sys, "argv", ["windlass", *shlex.split(command)])
@@ -144,7 +144,8 @@ def windlass(folder, monkeypatch, capsys):
         except SystemExit as stop:
             exit_code = int(stop.code or 0)
         out, err = capsys.readouterr()
-        return exit_code, getattr(errors[-1], "code", None) if errors else None, err if exit_code else out
+        run.stdout = out
+        return exit_code, failures[-1].code if failures else None, err if exit_code else out
 
     return run
 
@@ -157,11 +158,42 @@ def test_a_mistake_names_its_fix(windlass, folder, command, exit_code, code, nam
     assert (ended, error) == (exit_code, code), text
     assert "Traceback" not in text and "bug in windlass" not in text
     assert not [name for name in names if name not in text], text
+    assert text.startswith("error: ")
     assert sorted(folder.rglob("*")) == files
     if fixed is not None:
         ended, _, text = windlass(fixed)
         assert ended == 0, text
         assert sorted(folder.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "code"),
+    [
+        ("plan gpt8.toml", 2, "config.file-missing"),
+        ("plan gpt.toml --clustr lumi-g", 2, USAGE),
+        ("budget", 2, USAGE),
+        ("jobs tiny", 4, "launch.no-jobs"),
+        ("profile nope.json", 9, "profile.path-missing"),
+    ],
+)
+def test_with_json_a_failure_is_one_json_document(windlass, command, exit_code, code):
+    assert windlass(f"{command} --json")[0] == exit_code
+    document = json.loads(windlass.stdout)
+    assert set(document) == {"error"} and document["error"]["message"]
+    assert (document["error"]["code"], document["error"]["exit_code"]) == (code, exit_code)
+
+
+def test_ctrl_c_is_said(windlass, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("windlass.config.load_recipe", interrupted)
+    assert windlass("show cpu.toml")[:2] == (130, "cli.interrupted")
+
+
+def test_a_damaged_store_as_json_is_one_document(windlass):
+    assert windlass("data data/europe --verify --json")[0] == 5
+    assert json.loads(windlass.stdout)["whole"] is False
 
 
 @pytest.mark.slow  # imports torch

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import traceback
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -17,8 +18,9 @@ from typing import Any
 
 import typer
 
+from windlass.cli import output
 from windlass.errors import (
-    MemoryLimitError,
+    EXIT_INTERRUPTED,
     TerminatedError,
     WindlassError,
     guard_imports,
@@ -70,6 +72,17 @@ OS_HINTS = {
     errno.EACCES: "no permission to read or write there: ask the owner, or choose another folder",
     errno.EROFS: "that file system is read-only: choose another folder",
 }
+MEMORY_CODES = ("system.memory-limit", "system.out-of-memory")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the command line prints of an error."""
+
+    code: str
+    message: str
+    hint: str | None
+    exit_code: int
 
 
 def build(only: str | None = None) -> typer.Typer:
@@ -119,7 +132,7 @@ def command(only: str | None = None) -> Any:
 
 
 def _simplify_help(part: Any) -> None:
-    original = part.get_help_option
+    original, format_help = part.get_help_option, part.format_help
 
     def help_option(context: Any) -> Any:
         option = original(context)
@@ -127,7 +140,19 @@ def _simplify_help(part: Any) -> None:
             option.metavar = ""
         return option
 
-    part.get_help_option = help_option
+    def narrow_help(context: Any, formatter: Any) -> None:
+        # In 80 columns the explanations need the room: no old names of options, and types as short as possible.
+        for param in part.params:
+            if param.param_type_name == "option":
+                long = [name for name in param.opts if name.startswith("--")]
+                param.opts = [name for name in param.opts if name not in long[1:]]
+                if (
+                    hasattr(param, "display_type") and param.metavar is None
+                ):  # older releases of typer have no such method
+                    param.metavar = re.sub(r" range|list\[|\]", "", param.display_type(context)).lower()
+        format_help(context, formatter)
+
+    part.get_help_option, part.format_help = help_option, narrow_help
     for param in part.params:
         if getattr(param, "is_flag", False):
             param.metavar = ""  # newer releases of typer print <bool> there
@@ -142,6 +167,7 @@ def main() -> None:
     # Searching for pydantic plugins reads the metadata of every installed package, and no model of ours uses one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     own, others = split_at_dashes(sys.argv[1:])
+    output.json_printed = False
     is_verbose = bool(VERBOSE_OPTIONS & {*own}) or bool(os.environ.get("WINDLASS_DEBUG"))
     sys.argv[1:] = [argument for argument in own if argument not in VERBOSE_OPTIONS] + others
     if is_verbose:
@@ -158,43 +184,19 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     guard_imports()
     signal.signal(signal.SIGTERM, terminate)
+    code = 0
     try:
         root = command(sys.argv[1] if len(sys.argv) > 1 else None)
         # Not by calling it: that turns Ctrl-C into an exit code without a message.
         with root.make_context("windlass", sys.argv[1:]) as context:
             root.invoke(context)
-        code = 0
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):  # a second one must not cut off the message
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-        # typer bundles click privately in newer releases, so its exceptions are recognised by shape, not by class.
-        if hasattr(error, "show"):
-            suggest_options(error)
-            error.show()
-        if hasattr(error, "show") or type(error).__name__ in ("Exit", "Abort"):
-            sys.exit(int(getattr(error, "exit_code", 130)))
-        if is_verbose and not isinstance(error, KeyboardInterrupt):
-            traceback.print_exc()
-        message, hint, code = describe_failure(error)
-        if (
-            isinstance(error, MemoryLimitError) or lack_of_memory(error) is not None
-        ):  # rich, and what libraries do at exit, would need more of it
-            sys.stderr.write(f"error: {message}\nhint:  {hint}\n")
-            sys.stderr.flush()
-            os._exit(code)
-        from rich.console import Console
-        from rich.text import Text
-
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(Text.assemble(("error: ", "bold red"), message))
-        if hint:
-            console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
-        if is_verbose and isinstance(error, WindlassError):
-            console.print(f"code:  {error.code} (exit code {code})", style="dim")
+        code = report_failure(error, as_json="--json" in own, is_verbose=is_verbose)
         if isinstance(error, KeyboardInterrupt):  # from here on it may end the process without a traceback
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -204,6 +206,38 @@ def main() -> None:
 
 def terminate(number: int, frame: FrameType | None) -> None:
     raise TerminatedError
+
+
+def report_failure(error: BaseException, *, as_json: bool, is_verbose: bool) -> int:
+    """Print an error and its hint on the error stream, with --json also as the one document on standard output;
+    returns the exit code."""
+    # typer bundles click privately in newer releases, so its exceptions are recognised by shape, not by class.
+    if type(error).__name__ == "Exit":
+        return int(getattr(error, "exit_code", 0))
+    if type(error).__name__ == "NoArgsIsHelpError":  # `windlass tokenizer`: its help is the answer
+        error.show()  # type: ignore[attr-defined]
+        return 2
+    suggest_options(error)
+    failure = describe_failure(error)
+    if as_json and not output.json_printed:
+        output.print_json({"error": asdict(failure)})
+        sys.stdout.flush()
+    if is_verbose and not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    if failure.code in MEMORY_CODES:  # rich, and what libraries do at exit, would need more of it
+        sys.stderr.write(f"error: {failure.message}\nhint:  {failure.hint}\n")
+        sys.stderr.flush()
+        os._exit(failure.exit_code)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), failure.message))
+    if failure.hint:
+        console.print(Text.assemble(("hint:  ", "bold cyan"), failure.hint))
+    if is_verbose:
+        console.print(f"code:  {failure.code} (exit code {failure.exit_code})", style="dim")
+    return failure.exit_code
 
 
 def suggest_options(error: Any) -> None:
@@ -239,27 +273,33 @@ def _log_details() -> None:
     logger.info("windlass %s in %s, Python %s", __version__, Path(__file__).parents[1], version)
 
 
-def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
-    """(message, hint, exit code)."""
+def describe_failure(error: BaseException) -> Failure:
     if isinstance(error, WindlassError):
-        return error.message, error.hint, error.exit_code
-    if isinstance(error, KeyboardInterrupt):
+        return Failure(error.code, error.message, error.hint and with_pages(error.hint), error.exit_code)
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":  # typer's, for the end of the input
         hint = "files are written completely or not at all, so you can run the same command again"
         name = "SIGTERM" if isinstance(error, TerminatedError) else "Ctrl-C"
-        return f"stopped by {name}", hint, interrupt_exit_code(error)
+        code = interrupt_exit_code(error) if isinstance(error, KeyboardInterrupt) else EXIT_INTERRUPTED
+        return Failure("cli.interrupted", f"stopped by {name}", hint, code)
+    if hasattr(error, "format_message"):
+        message = error.format_message().rstrip(".")
+        context = getattr(error, "ctx", None)
+        program = "windlass" if context is None else context.command_path
+        hint = f"`{program} --help` shows how to use it"
+        return Failure("cli.usage", message[:1].lower() + message[1:], hint, 2)
     if (limited := lack_of_memory(error)) is not None:
-        return limited.message, limited.hint, limited.exit_code
+        return describe_failure(limited)
     if isinstance(error, OSError):
         reason = str(error.strerror or error)
         message = f"cannot access {error.filename}: {reason}" if error.filename else reason
         default = "check the path and its permissions; -v prints the traceback"
-        return message, OS_HINTS.get(error.errno or 0, default), 1
+        return Failure("system.file-access", message, OS_HINTS.get(error.errno or 0, default), 1)
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if extra := EXTRAS.get((name or "").split(".")[0]):
-        hint = f"pip install 'windlass[{extra}]'; docs/install.md"
-        return f"this command needs {name}, which is not installed", hint, 1
+        hint = with_pages(f"pip install 'windlass[{extra}]'; docs/install.md")
+        return Failure("system.package-missing", f"this command needs {name}, which is not installed", hint, 1)
     hint = "this is a bug in windlass: run the command again with -v and report the traceback"
-    return f"{type(error).__name__}: {error}", hint, 70
+    return Failure("cli.bug", f"{type(error).__name__}: {error}", hint, 70)
 
 
 def with_pages(hint: str) -> str:

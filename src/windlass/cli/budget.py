@@ -19,7 +19,7 @@ DROP = ("CO2e", "tokens per parameter", "energy")
 
 
 def budget(
-    cluster: Annotated[str, typer.Option(help="Cluster (windlass clusters lists them).")],
+    cluster: Annotated[str, typer.Option(help="Cluster name (windlass clusters lists them).")],
     days: Annotated[float | None, typer.Option(help="Budget in days.")] = None,
     node_hours: Annotated[float | None, typer.Option(help="Budget in node-hours.")] = None,
     kwh: Annotated[float | None, typer.Option(help="Budget in kWh at the meter.")] = None,

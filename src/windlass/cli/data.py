@@ -32,7 +32,7 @@ LEDGER_DROP = ("kind", "consent", "language")
 def tokenize(
     file: Annotated[Path, typer.Argument(help="Data file: sources, tokenizer, output.", metavar="DATA.toml")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Keys of the data file to override: workers=8.", metavar="KEY=VALUE")
+        list[str] | None, typer.Argument(help="Keys of the data file to change: workers=8.", metavar="KEY=VALUE")
     ] = None,
     array: Annotated[
         int | None, typer.Option("--array", min=1, help="Submit N SLURM array tasks and a job that joins their output.")

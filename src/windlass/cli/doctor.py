@@ -18,7 +18,9 @@ def doctor(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Run as a short job on this cluster (with --nodes).")
     ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Number of nodes (job mode only).")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="With --cluster: number of nodes (default: 1).")
+    ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="Worker processes on this machine (default: one per device).")
     ] = None,
@@ -26,16 +28,18 @@ def doctor(
         list[Path] | None,
         typer.Option("--path", help="A file system to measure (repeatable; default: the current folder)."),
     ] = None,
-    megabytes: Annotated[int, typer.Option("--megabytes", min=1, help="Size of the file for the disk test.")] = 64,
+    megabytes: Annotated[
+        int, typer.Option("--megabytes", min=1, help="Size of the file for the disk test, in MB.")
+    ] = 64,
     store: Annotated[str | None, typer.Option("--store", help="Token store to check.")] = None,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="Tokenizer file to check.")] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Use larger matrix products and messages: slower, but more stable numbers.")
     ] = False,
     no_devices: Annotated[bool, typer.Option("--no-devices", help="Skip checks that require torch.")] = False,
-    account: Annotated[str | None, typer.Option("--account", help="SLURM account (job mode).")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="SLURM partition (job mode).")] = None,
-    wait: Annotated[float, typer.Option("--wait", help="Seconds to wait for the job (job mode).")] = 1800.0,
+    account: Annotated[str | None, typer.Option("--account", help="With --cluster: SLURM account to charge.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="With --cluster: SLURM partition.")] = None,
+    wait: Annotated[float, typer.Option("--wait", help="With --cluster: seconds to wait for the job.")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
     """Check devices, links, disks, clocks and environment. Exit code 6 means not fit for training."""

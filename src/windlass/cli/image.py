@@ -13,7 +13,7 @@ from windlass.cli.output import show
 
 def image(
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Cluster file (default: the one this host belongs to).")
+        str | None, typer.Option("--cluster", help="Cluster name (default: the one this host belongs to).")
     ] = None,
     base: Annotated[
         str | None,

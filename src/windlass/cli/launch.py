@@ -359,11 +359,11 @@ def submit_any(
         list[str], typer.Argument(help="windlass command and its arguments: eval RUN --json", metavar="COMMAND")
     ],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Cluster file (default: the one this host belongs to).")
+        str | None, typer.Option("--cluster", help="Cluster name (default: the one this host belongs to).")
     ] = None,
     after: AfterOption = None,
     account: AccountOption = None,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Directory for the job script and log.")] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Folder for the job script and log.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; submit nothing.")] = False,
 ) -> None:
     """Run any windlass command as a CPU job: windlass submit -- eval RUN."""

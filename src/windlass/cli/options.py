@@ -13,7 +13,9 @@ RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file.")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(help="Recipe keys to change: layout.micro_batch=4.", metavar="KEY=VALUE")
 ]
-ModelArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder or Hugging Face folder.")]
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run folder, its name in runs/, or a Hugging Face folder.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/.")]
 NewRunOption = Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Step of the checkpoint (default: the newest).")]

@@ -22,6 +22,8 @@ from windlass.files import json_safe
 from windlass.units import print_seconds, print_share, print_text
 
 logger = logging.getLogger(__name__)
+# Whether this command has printed its JSON document: an error after it prints none.
+json_printed = False
 
 # What people copy: commands, paths, addresses and scripts.
 COPIED = re.compile(r"\n|`|://|\bwindlass |\S/\S+/|\.(toml|html|md|json|jsonl|out|png|svg)\b")
@@ -56,6 +58,8 @@ def wrap(text: str, width: int) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output, nothing else. NaN and infinity become null: they are not JSON."""
+    global json_printed
+    json_printed = True
     sys.stdout.write(json.dumps(json_safe(value), indent=2, default=_plain, allow_nan=False) + "\n")
 
 

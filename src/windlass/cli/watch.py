@@ -17,7 +17,7 @@ def watch(
     once: Annotated[
         bool, typer.Option("--once", help="Print a single snapshot and exit (default if stdout is not a terminal).")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and exit.")] = False,
 ) -> None:
     """Show loss, speed, power, saves and remaining time of a run. Press Ctrl-C to quit; the run continues."""
 
