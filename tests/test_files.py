@@ -36,8 +36,9 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "x.txt"
     write_atomic(target, "old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as error:
         write_atomic(target, "new")
+    assert error.value.filename == str(target)
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
 

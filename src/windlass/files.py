@@ -44,8 +44,10 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a write to a full disk names no file, and the temporary one says nothing
+            error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -206,6 +206,13 @@ def test_a_word_that_is_no_override(word):
         parse_override(word)
 
 
+def test_a_file_from_windows_is_read(recipe_file):
+    path = recipe_file()
+    expected = load_recipe(path).recipe
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_recipe(path).recipe == expected
+
+
 def test_a_missing_file_offers_its_neighbours(recipe_file):
     path = recipe_file(name="gptnl_8b.toml")
     error = problems(path.with_name("gptnl_8.toml"))

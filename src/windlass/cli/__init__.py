@@ -67,7 +67,7 @@ EXTRAS = {
     "lm_eval": "eval", "sacrebleu": "eval", "rouge_score": "eval", "matplotlib": "png", "wandb": "trackers", "tensorboard": "trackers", "mlflow": "trackers",
 }  # fmt: skip
 OS_HINTS = {
-    errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; complete files are kept",
+    errno.ENOSPC: "the disk is full: free some space or choose another folder; complete files are kept",
     errno.EDQUOT: "your quota is used up: free some space or choose another file system",
     errno.EACCES: "no permission to read or write there: ask the owner, or choose another folder",
     errno.EROFS: "that file system is read-only: choose another folder",

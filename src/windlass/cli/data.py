@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -214,7 +215,7 @@ def data(
     }
     tokenizer = store.tokenizer_hash[:16] if store.tokenizer_hash else "unknown"
     numbers = f"vocabulary {text_of(store.vocab_size, ',')}, largest id {text_of(store.max_token, ',')}"
-    commands = f"`windlass data {store.path} --ledger` prints it, --verify checks every byte"
+    commands = f"`windlass data {shlex.quote(str(store.path))} --ledger` prints it, --verify checks every byte"
     texts = [
         f"--- {s['source']}, document {s['document']:,}, {s['tokens']:,} tokens\n{print_text(s['text'], lines=True)}"
         for s in decoded

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,7 +148,7 @@ def launch(
         _plan_table(prepared),
         _findings_table(prepared),
         f"submitted: {', '.join(ids)} ({len(ids)} job{'s' if len(ids) > 1 else ''}), run folder {folder}",
-        f"next: windlass jobs {folder}   windlass logs {folder} -f   windlass watch {folder}",
+        "next: " + "   ".join(f"windlass {name} {shlex.quote(str(folder))}" for name in ("jobs", "logs -f", "watch")),
     )
 
 
@@ -367,9 +369,18 @@ def submit_any(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; submit nothing.")] = False,
 ) -> None:
     """Run any windlass command as a CPU job: windlass submit -- eval RUN."""
+    from windlass.cli import GROUPS
     from windlass.launch.array import command_job, submit_command
     from windlass.launch.script import render
 
+    if command[0] not in (known := {name.split()[0] for name in GROUPS}):
+        near = get_close_matches(command[0], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            "cli.unknown-command",
+            f"{command[0]!r} is not a windlass command",
+            hint=f"{hint}write the command without `windlass`: windlass submit -- eval RUN",
+        )
     place = folder or Path("runs") / f"{command[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     machine, job = command_job(["windlass", *command], cluster=cluster, folder=place, account=account)
     if dry_run:

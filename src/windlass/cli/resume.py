@@ -51,7 +51,7 @@ def resume(
             raise RunError(
                 "runs.finished",
                 f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
-                hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
+                hint=f"to train further: windlass resume {folder.argument} train.steps=... (or data.tokens=...)",
             )
         if not overrides:
             check_store(folder.recipe())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -142,7 +143,7 @@ def _show_submitted(sweep_run: SweepRun, submitted: dict[str, Any], as_json: boo
         f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, at most {job['seconds'] / 60:.0f} min"
         for job in submitted["packs"]
     ]
-    again = f"windlass sweep {sweep_run.loaded.path} --run {sweep_run.folder.path} --report"
+    again = f"windlass sweep {shlex.quote(str(sweep_run.loaded.path))} --run {sweep_run.folder.argument} --report"
     show(as_json, submitted, *lines, f"when they are done: {again}")
 
 

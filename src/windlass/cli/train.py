@@ -150,7 +150,7 @@ def bind_and_train(
 
         code = supervisor.run_workers(announced, count, run, restarts)
     if code == EXIT_RESUMABLE:
-        console().print(f"to resume: windlass resume {run.path}", markup=False)
+        console().print(f"to resume: windlass resume {run.argument}", markup=False)
     elif code != EXIT_DONE and (given_up := list(run.events(GaveUp))):
         console().print(f"gave up: {given_up[-1].reason}", markup=False, style="red")
     return code

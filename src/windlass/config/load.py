@@ -82,7 +82,7 @@ class Loaded:
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     """The parsed file and its text, or an error that says where the syntax is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a mark first
     except FileNotFoundError:
         raise ConfigError("config.file-missing", f"there is no file {path}", hint=missing_hint(path)) from None
     except IsADirectoryError:

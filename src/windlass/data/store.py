@@ -278,7 +278,7 @@ def open_store(path: Path | str) -> Store:
 
 def open_foreign(path: Path) -> Store:
     """The store in a folder, or behind a Megatron prefix; one source per folder or prefix."""
-    prefix = path.with_name(path.name + ".idx")
+    prefix = path.parent / f"{path.name}.idx"
     for kind, suffix, read_shard in (
         ("megatron", ".idx", open_megatron_shard),
         ("datatrove", ".ds", open_datatrove_shard),

@@ -89,7 +89,7 @@ class VllmEngine:
             raise ConfigError(
                 "evaluate.vllm-needs-export",
                 f"vLLM reads Hugging Face folders, and {opened.source.run.path} is a run folder",
-                hint=f"windlass export {opened.source.run.path} --to DIR, then windlass eval DIR --engine vllm",
+                hint=f"windlass export {opened.source.run.argument} --to DIR, then windlass eval DIR --engine vllm",
             )
         self.vllm: Any = vllm
         options: dict[str, Any] = {

@@ -117,7 +117,9 @@ def seed_result(run: Run) -> SeedResult:
     best = max(judged, key=lambda one: sign * (one[0][metric] or 0.0), default=None)
     if not scores:
         if best is None:
-            raise RunError("tune.no-scores", f"{run.path} has no scores", hint=f"finish it: windlass resume {run.path}")
+            raise RunError(
+                "tune.no-scores", f"{run.path} has no scores", hint=f"finish it: windlass resume {run.argument}"
+            )
         scores = {name: value for name, value in best[0].items() if value is not None}
         step, count = best[1] or 0, len(read_example_sets(recipe.tune).validation)
     metrics = list(run.metrics_lines())

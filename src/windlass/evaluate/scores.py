@@ -123,7 +123,7 @@ def recorded_rows(folders: Sequence[Path], *, every_step: bool = False) -> list[
             raise RunError(
                 "evaluate.nothing-recorded",
                 f"{run.path} has no recorded evaluation",
-                hint=f"`windlass eval {run.path}` writes {run.eval_file.name}",
+                hint=f"`windlass eval {run.argument}` writes {run.eval_file.name}",
             )
         # Two runs of one name are told apart by their paths.
         model = name if names.count(name) == 1 else str(run.path)

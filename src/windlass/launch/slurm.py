@@ -56,6 +56,10 @@ HINTS = (
     ("Access/permission denied", "the job belongs to another user"),
     ("Job dependency problem", "SLURM does not know the job to wait for"),
     ("Unable to open file", "the script must be on a file system that this node can read"),
+    (
+        "establish a configuration source",
+        "SLURM's commands are installed here without a configuration: use a login node, or set SLURM_CONF",
+    ),
     ("Batch job submission failed", "the message above is sbatch's own; --dry-run shows the script"),
 )
 # Parts of messages after which the same call may work, and after which a job may be queued although sbatch failed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -79,6 +80,11 @@ class Run:
     def name(self) -> str:
         return self.path.resolve().name
 
+    @property
+    def argument(self) -> str:
+        """The folder as it is written in a shell command."""
+        return shlex.quote(str(self.path))
+
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"
 
@@ -131,7 +137,7 @@ class Run:
             raise RunError(
                 "runs.config-damaged",
                 f"{self.config_file} is damaged: {self.config_file.stat().st_size:,} bytes that are not a JSON object",
-                hint=f"copy it again, or recreate it: `windlass train {self.recipe_file} --run {self.path}`, with "
+                hint=f"copy it again, or recreate it: `windlass train {shlex.quote(str(self.recipe_file))} --run {self.argument}`, with "
                 "the overrides of the first start; checkpoints, metrics and events are kept",
             )
         if value is None:
@@ -170,9 +176,11 @@ def open_run(path: Path | str) -> Run:
             logger.info("run: %s", candidate.absolute())
             return Run(candidate)
     names = sorted(p.parent.name for p in Path("runs").glob("*/config.json"))
-    near = get_close_matches(wanted.name, names, n=3, cutoff=0.5)
+    near = get_close_matches(wanted.name.removesuffix(".toml"), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    hint += f"`ls runs` lists all {len(names)} run{'s' if len(names) > 1 else ''}, `windlass dash` shows them"
+    hint += (
+        f"`ls runs` lists {'the only run' if len(names) == 1 else f'all {len(names)} runs'}, `windlass dash` shows them"
+    )
     raise RunError(
         "runs.not-a-run-folder",
         f"{wanted} " + ("is not a run folder (no config.json)" if wanted.exists() else "does not exist"),

@@ -228,7 +228,7 @@ class Checkpointing:
             "checkpoint.last-save-failed",
             f"the last save, at step {training.step}, failed twice: {outcome.error}",
             hint=f"the newest good checkpoint of this start is {last}; "
-            f"free some space, then `windlass resume {training.run.path}`",
+            f"free some space, then `windlass resume {training.run.argument}`",
         )
 
     def announce_interval(self, step_seconds: float | None) -> None:

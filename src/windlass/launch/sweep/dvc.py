@@ -58,7 +58,7 @@ def write_dvc(loaded: LoadedSweep, points: Sequence[SweepPoint], path: Path) -> 
 def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
     """A matrix stage of a dvc.yaml as a sweep of its command: the stage named, else the only one."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         value = read_yaml(text)
         refuse_implausible({"": value}, str(path))
     except FileNotFoundError:
