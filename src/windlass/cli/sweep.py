@@ -143,7 +143,7 @@ def _show_submitted(sweep_run: SweepRun, submitted: dict[str, Any], as_json: boo
         f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, at most {job['seconds'] / 60:.0f} min"
         for job in submitted["packs"]
     ]
-    again = f"windlass sweep {shlex.quote(str(sweep_run.loaded.path))} --run {sweep_run.folder.argument} --report"
+    again = f"windlass sweep {shlex.quote(str(sweep_run.loaded.path))} --run {shlex.quote(str(sweep_run.folder.path))} --report"
     show(as_json, submitted, *lines, f"when they are done: {again}")
 
 
