@@ -278,9 +278,9 @@ def describe_failure(error: BaseException) -> Failure:
         return Failure(error.code, error.message, error.hint and with_pages(error.hint), error.exit_code)
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":  # typer's, for the end of the input
         hint = "files are written completely or not at all, so you can run the same command again"
-        name = "SIGTERM" if isinstance(error, TerminatedError) else "Ctrl-C"
+        cause = "SIGTERM" if isinstance(error, TerminatedError) else "Ctrl-C"
         code = interrupt_exit_code(error) if isinstance(error, KeyboardInterrupt) else EXIT_INTERRUPTED
-        return Failure("cli.interrupted", f"stopped by {name}", hint, code)
+        return Failure("cli.interrupted", f"stopped by {cause}", hint, code)
     if hasattr(error, "format_message"):
         message = error.format_message().rstrip(".")
         context = getattr(error, "ctx", None)
