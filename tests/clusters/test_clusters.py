@@ -57,6 +57,16 @@ def test_every_device_number_has_a_source(name):
     assert unsourced_numbers(load_device(name)) == []
 
 
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "workstation"])
+def test_settings_of_a_site_have_a_source_too(name):
+    cluster = load_cluster(name)
+    tables = ("binding", "container", "network", "billing", "energy", "links")
+    unsourced = [f.key for f in facts(cluster) if f.key.split(".")[0] in tables and not f.source]
+    assert unsourced == []
+    latencies = [f.status for f in facts(cluster) if f.key.endswith("latency_us")]
+    assert latencies == ["assumed"] * 2  # no site publishes them
+
+
 def test_unverified_values_stay_visible():
     by_key = {f.key: f for f in facts(load_cluster("marenostrum5-acc"))}
     assert by_key["nodes"].status == "unverified"
