@@ -28,3 +28,7 @@ def test_memory_and_time_of_the_measured_rows(monkeypatch: pytest.MonkeyPatch) -
     assert statistics.median(memory) <= 3 and max(memory) <= 8
     assert statistics.median(steps) <= 5
     assert all(p.fits for p, _ in pairs)
+    # The record is that of today's planner: python benchmarks/gpu_plan.py --compare writes it again.
+    shown = (ROOT / "benchmarks" / "results" / "gpu_plan.md").read_text()
+    for kind, errors in (("memory", memory), ("step time", steps)):
+        assert f"{kind}: median {statistics.median(errors):.1f} %, worst {max(errors):.1f} %" in shown

@@ -167,6 +167,17 @@ def test_the_dots_of_the_scatter_plots_are_the_rows_of_the_table():
         assert title in page(f"docs/pictures/predicted-{picture}.svg"), "run scripts/make_pictures.py"
 
 
+def test_our_own_engine_on_an_h200():
+    (memory, worst_memory), (time, worst_time) = re.findall(
+        r"^[a-z ]+: median ([\d.]+) %, worst ([\d.]+) % over 31", record("gpu_plan.md"), re.M
+    )
+    assert not missing(
+        "docs/concepts/predictions-engine.md",
+        f"**{memory} %** | **{worst_memory} %**",
+        f"| step time | **{time} %** | {float(worst_time):.0f} %",
+    )
+
+
 def test_kills():
     kills = re.search(r"^- kills: (\d+)$", record("faults.md"), re.M).group(1)
     assert not missing("README.md", f"{kills} kills") and not missing("docs/evidence.md", f"{kills} kills")
