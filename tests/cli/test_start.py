@@ -56,6 +56,7 @@ def test_it_sees_recipes_data_files_and_stores_and_nothing_else(folder):
         ([(1, "started"), (2, "fault")], "failed", "windlass watch runs/r --once"),
         ([(1, "started"), (2, "gave_up")], "failed", "windlass watch runs/r --once"),
         ([(1, "started"), (2, "finished")], "finished", "windlass report runs/r"),
+        ([(1, "saved"), (2, "imported")], "imported", "windlass plan mine.toml"),
     ],
 )
 def test_state_of_a_run_and_the_next_command(folder, events, state, command):
@@ -84,7 +85,7 @@ def test_without_runs(folder):
     assert find_next_command(FolderContents())[0] == "windlass init"
     assert find_next_command(scan_folder(folder))[0] == "windlass plan mine.toml"
     assert find_next_command(FolderContents(recipes=["a.toml"], data_files=["d.toml"]))[0] == "windlass tokenize d.toml"
-    own = FolderContents(recipes=["recipes/x.toml", "mine.toml"])
+    own = FolderContents(recipes=["recipes/x.toml", "mine.toml"], data_files=["recipes/d.toml"])
     assert find_next_command(own)[0] == "windlass plan mine.toml"
 
 

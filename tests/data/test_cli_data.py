@@ -112,6 +112,14 @@ def test_train_a_tokenizer_and_compare(toml: Path, tmp_path: Path, tokenizer: To
         ("nl", "reference", 600),
     ]
     assert "tokens/word" in call("tokenizer", "compare", toml, tokenizer.path)
+    with pytest.raises(ConfigError) as refused:
+        call("tokenizer", "train", toml, "--out", tmp_path / "new")
+    assert refused.value.code == "data.tokenizer-exists"
+
+
+def test_the_smallest_vocabulary_is_all_bytes_and_the_end_token(toml: Path, tmp_path: Path) -> None:
+    made = json.loads(call("tokenizer", "train", toml, "--vocab", "257", "--out", tmp_path / "bytes", "--json"))
+    assert made["fertility"][0]["vocab_size"] == 257
 
 
 def test_an_array_is_submitted_with_a_job_that_joins(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

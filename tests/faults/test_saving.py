@@ -59,6 +59,11 @@ def metrics_on_disk(run: Run) -> dict[int, float | None]:
     return {saved.step: saved.metric for saved in files.list_saved(run)}
 
 
+def test_the_last_checkpoint_has_the_loss_of_the_last_validation(run: Run, store: Path) -> None:
+    train(run, small(store, steps=4, train={"eval_every": 0}, save={"every": 2}))
+    assert [(step, metric is None) for step, metric in metrics_on_disk(run).items()] == [(2, True), (4, False)]
+
+
 def test_a_validation_that_is_not_a_number_is_never_the_best(run, store, monkeypatch) -> None:
     judged_as(monkeypatch, [3.0, math.nan, 2.0, math.nan, 2.5, 1.0])
     made = small(store, steps=4, save={"every": 100, "keep_last": 1, "keep_best": 1})

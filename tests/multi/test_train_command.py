@@ -51,6 +51,10 @@ def test_one_and_two_devices_write_the_same_curve(tmp_path: Path) -> None:
     one = windlass(tmp_path, "r.toml")
     assert one.returncode == 0, one.stderr
     assert "step 6: finished" in one.stderr
+    events = (tmp_path / "runs" / "cmd" / "events.jsonl").read_text()
+    again = windlass(tmp_path, "r.toml")
+    assert again.returncode == 0 and "step 6, 768 tokens" in again.stdout, again.stdout
+    assert (tmp_path / "runs" / "cmd" / "events.jsonl").read_text() == events
     two = windlass(tmp_path, "r.toml", "layout.shard=full", "--devices", "2", "--run", "two")
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "runs" / "cmd"), rel=3e-6)

@@ -14,6 +14,7 @@ from windlass.report.collect import collect, find_runs
 from windlass.report.tables import energy_rows, life_rows, plan_table
 from windlass.report.watch import Watch
 from windlass.report.write import html_report, markdown_report
+from windlass.runs.events import Saved, WeightsImported
 from windlass.runs.folder import Run
 
 
@@ -183,6 +184,16 @@ def test_a_copy_says_the_same(run, tmp_path):
     shutil.copytree(run.path, tmp_path / "copy")
     a, b = collect(run).as_dict(), collect(Run(tmp_path / "copy")).as_dict()
     assert {k: v for k, v in a.items() if k != "path"} == {k: v for k, v in b.items() if k != "path"}
+
+
+def test_an_imported_run_is_complete_without_metrics(tmp_path):
+    run = Run(make_run(tmp_path / "imported", steps=0))
+    run.events_file.unlink()
+    run.metrics_file.unlink(missing_ok=True)
+    run.record(Saved(step=0))
+    run.record(WeightsImported(origin="hf", dtype="fp32"))
+    s = collect(run)
+    assert (s.status, s.problem) == ("imported", None)
 
 
 def test_a_running_run_has_a_time_left(tmp_path):

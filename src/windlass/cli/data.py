@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -298,11 +299,15 @@ def train(
     """Train a byte-level BPE tokenizer on the sources of a data file, and show how it fits each language."""
     from windlass.config.sources import load_data_file
     from windlass.data.inspect import compare_tokenizers, source_texts
-    from windlass.data.tokenizer import load_tokenizer, train_bpe
+    from windlass.data.tokenizer import load_tokenizer, tokenizer_file, train_bpe
 
     config = load_data_file(file)
+    if (target := tokenizer_file(out)).exists():  # token stores and models depend on it
+        raise ConfigError(
+            "data.tokenizer-exists", f"{target} already exists", hint="choose another --out, or remove the file first"
+        )
     texts = (text for _, text in source_texts(config, parse_bytes(max_bytes)))
-    tokenizer = train_bpe(texts, vocab, out, progress=not as_json)
+    tokenizer = train_bpe(texts, vocab, out, progress=not as_json and sys.stderr.isatty())
     others = {"reference": load_tokenizer(reference)} if reference else {}
     with working("tokenizing samples of every source", quiet=as_json):
         rows = compare_tokenizers(config, {"trained": tokenizer, **others})

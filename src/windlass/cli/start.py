@@ -15,7 +15,7 @@ from windlass.files import read_json
 from windlass.units import print_tokens
 
 STEPS = (
-    ("plan", "windlass plan RECIPE", "memory, tokens/s, days, kWh and CO2 before a node-hour is spent"),
+    ("plan", "windlass plan RECIPE", "memory, tokens/s, days, kWh and CO2e before a node-hour is spent"),
     ("tokenize", "windlass tokenize DATA.toml", "exact token counts and a provenance ledger"),
     ("sweep", "windlass sweep SWEEP.toml", "the fastest layout; out-of-memory points count too"),
     ("launch", "windlass launch RECIPE", "job chains on SLURM that resume themselves"),
@@ -39,7 +39,7 @@ NEXT_COMMANDS = {
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     path: str
-    state: str  # finished, running, stopped, failed or submitted, from the last events
+    state: str  # finished, running, stopped, failed, imported or submitted, from the last events
     step: int | None
     seen_at: float  # time of the last event or metric
     launched: bool
@@ -83,7 +83,7 @@ def start(
             rows,
         ),
         f"next: {next_command}   ({reason})",
-        "`windlass demo` runs all steps on this machine in about two minutes; `windlass --help` lists all commands.",
+        "`windlass demo` runs all steps on this machine in under three minutes; `windlass --help` lists all commands.",
     )
 
 
@@ -92,7 +92,7 @@ def scan_folder(folder: Path) -> FolderContents:
     # Slow to import, and this module is part of every command.
     from windlass.config.load import kind_of, read_toml
     from windlass.runs import Run, history
-    from windlass.runs.events import known_int
+    from windlass.runs.events import WeightsImported, known_int
     from windlass.runs.measured import columns_of
 
     def matches(*patterns: str) -> list[Path]:
@@ -119,13 +119,15 @@ def scan_folder(folder: Path) -> FolderContents:
     runs = []
     for path in matches("runs/*/config.json"):
         run = Run(path.parent)
-        segments, last = history.read_history(run.events(), columns_of([])).segments, run.last_metrics()
+        events, last = list(run.events()), run.last_metrics()
+        segments = history.read_history(events, columns_of([])).segments
         times = [segments[-1].ended_at] if segments else []
         times += [last.time] if last.time is not None else []
-        state = segments[-1].end if segments else "submitted"
+        is_imported = any(isinstance(event, WeightsImported) for event in events)
+        state = segments[-1].end if segments else "imported" if is_imported else "submitted"
         status = RunStatus(
             path=str(run.path.relative_to(folder)),
-            state=state if state in ("finished", "running", "stopped", "submitted") else "failed",
+            state=state if state in ("finished", "running", "stopped", "imported", "submitted") else "failed",
             step=last.step,
             seen_at=max(times, default=run.config_file.stat().st_mtime),
             launched=run.jobs_file.is_file(),
@@ -163,16 +165,17 @@ def summarize(contents: FolderContents) -> dict[str, str]:
 
 def find_next_command(contents: FolderContents) -> tuple[str, str]:
     """The command that continues the work in this folder, and why."""
-    if contents.runs:
-        run = contents.runs[0]
+    if trained := [run for run in contents.runs if run.state != "imported"]:  # imported weights wait for nothing
+        run = trained[0]
         path, at_step = quote(run.path), "" if run.step is None else f" at step {run.step:,}"
         is_reported = run.state == "finished" and run.reported
         state = ("evaluated" if run.evaluated else "reported") if is_reported else run.state
         command, reason = NEXT_COMMANDS[state]
         return command.format(path=path), reason.format(run=run.path, path=path, at_step=at_step)
     own = [r for r in contents.recipes if not r.startswith("recipes/")] or contents.recipes
+    own_data = [d for d in contents.data_files if not d.startswith("recipes/")]  # those of a checkout are examples
     if not own:
         return "windlass init", "there is no recipe yet: init writes one from a few answers"
-    if contents.data_files and not contents.stores:
-        return f"windlass tokenize {quote(contents.data_files[0])}", "there is a data file and no token store yet"
+    if own_data and not contents.stores:
+        return f"windlass tokenize {quote(own_data[0])}", "there is a data file and no token store yet"
     return f"windlass plan {quote(own[0])}", "nothing has run in this folder yet"

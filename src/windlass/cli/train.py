@@ -43,9 +43,13 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
+    from windlass.checkpoint.files import newest_step
+    from windlass.clusters.scheduler import place
     from windlass.config import load_recipe
+    from windlass.launch.chain import finished
     from windlass.launch.start import check_store, create_planned_run, local_cluster
     from windlass.planner.changes import adjust_batch
+    from windlass.runs.events import Finished
     from windlass.runs.folder import Run
 
     loaded = load_recipe(recipe, overrides or ())
@@ -60,7 +64,17 @@ def train(
             console().print(
                 f"adjusted: {note}" if note else "adjusted: nothing; the batch already divides evenly", markup=False
             )
-        return create_planned_run(folder.path, used, cluster, nodes)[1]
+        reason = create_planned_run(folder.path, used, cluster, nodes)[1]
+        last = [Finished(), *folder.events(Finished)][-1]
+        is_kept = newest_step(folder) == last.step  # else the start says what is lost
+        if place().source == "single" and is_kept and finished(folder) and not from_scratch:
+            console().print(
+                f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens); "
+                f"to train further: windlass resume {folder.argument} train.steps=... (or data.tokens=...)",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
+            raise typer.Exit
+        return reason
 
     raise typer.Exit(
         train_start(

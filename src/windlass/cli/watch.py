@@ -40,6 +40,6 @@ def watch(
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=False, auto_refresh=False) as live:
             while True:
                 live.update(view.picture(console.width, height=console.height), refresh=True)
-                if view.look().status == "finished":
+                if view.look().status in ("finished", "imported"):
                     return
                 time.sleep(every)

@@ -84,10 +84,9 @@ def own_store(source: ModelSource) -> Store:
     """The token store that the model was trained on."""
     named = source.recipe.data.store
     if named is None:
-        origin = "was trained on synthetic tokens" if source.run else "is a Hugging Face folder"
         raise DataError(
             "convert.no-token-store",
-            f"{source.folder} {origin} and has no token store",
+            f"{source.folder} names no token store",
             hint="for eval, give a token store made with its tokenizer (--store); for generate, chat and export, "
             "give its tokenizer (--tokenizer)",
         )

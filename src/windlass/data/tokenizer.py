@@ -177,7 +177,7 @@ def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bo
             "data.tokenizer-missing",
             f"the tokenizer {path} {'has no tokenizer file' if path.is_dir() else 'does not exist'}",
             hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, "
-            "or their folder",
+            "or their folder; to train one: windlass tokenizer train DATA.toml --out FOLDER",
         )
     try:
         with file.open("rb") as opened:
@@ -444,6 +444,11 @@ def reduce_json(value: Any, texts: Iterable[str]) -> dict[str, Any] | None:
 # -- training ------------------------------------------------------------------------------------------------------
 
 
+def tokenizer_file(out: Path) -> Path:
+    """The file that `train_bpe` writes."""
+    return out if out.suffix == ".json" else out / "tokenizer.json"
+
+
 def train_bpe(
     texts: Iterable[str] | Sequence[Path],
     vocab: int,
@@ -456,7 +461,7 @@ def train_bpe(
 
     The same texts give the same file.
     """
-    if vocab < 257 + 1:
+    if vocab < 257:
         raise DataError(
             "data.vocabulary-too-small",
             f"a byte-level vocabulary of {vocab} ids is too small",
@@ -474,6 +479,6 @@ def train_bpe(
     )
     contents = (t.read_text(encoding="utf-8", errors="replace") if isinstance(t, Path) else t for t in texts)
     inner.train_from_iterator(contents, trainer)
-    target = Path(out) if Path(out).suffix == ".json" else Path(out) / "tokenizer.json"
+    target = tokenizer_file(Path(out))
     write_atomic(target, inner.to_str(pretty=False))
     return load_tokenizer(target)

@@ -33,6 +33,7 @@ from windlass.runs.events import (
     SignalReceived,
     Started,
     Stopped,
+    WeightsImported,
     known_float,
     parse_event,
 )
@@ -142,7 +143,8 @@ def collect(
         ("manifest.json is damaged: environment and data ledger are unknown",
          not brief and not manifest and run.manifest_file.exists() and read_json(run.manifest_file) is None),
         ("events.jsonl is missing or empty: state, saves and interruptions are unknown", len(columns) and not events),
-        ("metrics.jsonl is missing or empty: loss and speed are unknown", has_steps and not len(columns)),
+        ("metrics.jsonl is missing or empty: loss and speed are unknown",
+         has_steps and not len(columns) and not any(isinstance(e, WeightsImported) for e in events)),
     ]  # fmt: skip
     start = next((e for e in reversed(events) if isinstance(e, ProcessStart)), Started())
     layout = recipe.layout.model_dump(mode="json") if recipe and recipe.layout else None
@@ -259,6 +261,7 @@ def clean(value: Any, *, lines: bool = True) -> Any:
 STATUS: dict[type[Event], str] = {
     Finished: "finished", Stopped: "stopped", SignalReceived: "stopped", GaveUp: "failed", FaultEvent: "failed",
     Hang: "failed", ProcessStart: "running", Restarted: "running",
+    WeightsImported: "imported",
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def silence(summary: RunSummary, now: float | None = None) -> float | None:
 
 
 def state(summary: RunSummary, now: float | None = None) -> str:
-    """finished, running, stopped, failed, unknown; or silent: it should be running and writes nothing."""
+    """finished, running, stopped, failed, imported, unknown; or silent: it should be running and writes nothing."""
     return summary.status if silence(summary, now) is None else "silent"
 
 

@@ -150,6 +150,11 @@ class Checkpointing:
         if self.training.recipe.tune is not None and (value := self.metric()) is not None:
             self.compared.append(value)
 
+    @property
+    def is_validated(self) -> bool:
+        """Whether these very weights were validated by this start."""
+        return self._validated_step == self.training.step
+
     def out_of_patience(self) -> bool:
         """Whether the last tune.patience validations were no better than one before them."""
         patience = 0 if self.training.recipe.tune is None else self.training.recipe.tune.patience
@@ -163,7 +168,7 @@ class Checkpointing:
         if name == "loss":
             return self.recorder.last_loss
         validation = self.validation
-        if validation is None or self._validated_step != self.training.step:
+        if validation is None or not self.is_validated:
             return None
         value = validation.compared(name)
         return value if value is not None and math.isfinite(value) else None

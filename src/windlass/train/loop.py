@@ -89,7 +89,8 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
                 # loop
                 each(all_hooks, "on_start", training)
                 reason = run_steps(training, checkpoints, all_hooks)
-                if reason is None and training.validator is not None and not _validates_at(training):
+                # A run without a step left, or one that ran out of patience.
+                if reason is None and training.validator is not None and not checkpoints.is_validated:
                     validate(training, checkpoints, all_hooks)
                 checkpoints.final_save(reason, all_hooks)
                 if reason is None and isinstance(training.stream, ExampleStream) and len(training.stream.test):
@@ -252,8 +253,9 @@ def open_batches(training: Training) -> BatchSource:
 
 
 def _validates_at(training: Training) -> bool:
+    """Whether to validate after this step, before it is saved; always after the last."""
     every = training.recipe.train.eval_every
-    return bool(every) and training.step % every == 0
+    return training.step == training.plan.steps or (bool(every) and training.step % every == 0)
 
 
 def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> None:

@@ -52,7 +52,7 @@ async function runsPage(query, mine) {
   const about = data, byId = new Map(data.runs.map((r) => [r.id, r]));
   let most = ROWS_AT_ONCE;
   const filter = el("input", { type: "search", id: "filter", placeholder: "search name, model, tag, note", "aria-label": "search", value: listed.words, on: { input: () => { listed.words = filter.value; most = ROWS_AT_ONCE; fill(); } } });
-  const states = choice("states", { "": "every state", running: "running", silent: "silent", stopped: "stopped", failed: "failed", finished: "finished", unknown: "unknown" }, listed.state, (value) => { listed.state = value; fill(); });
+  const states = choice("states", { "": "every state", running: "running", silent: "silent", stopped: "stopped", failed: "failed", finished: "finished", imported: "imported", unknown: "unknown" }, listed.state, (value) => { listed.state = value; fill(); });
   const sorts = choice("sorts", Object.fromEntries(COLUMNS.filter(([, key]) => key).map(([name, key]) => [key, `sort by ${name}`])), listed.sortBy, (value) => { sortBy(value, true); });
   const count = el("span", { class: "faint", id: "count" });
   const body = el("tbody", { id: "rows" });
