@@ -40,3 +40,24 @@ def test_a_signal_ends_a_command_with_a_message(number: int, name: str, code: in
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=os.environ)
     assert (done.returncode, done.stdout) == (code, "cleaned up\n")
     assert f"stopped by {name}" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_after_the_command_has_said_how_it_ended_leaves_no_traceback(tmp_path: Path) -> None:
+    """Python's own clean-up takes a while once torch is imported."""
+    program = """
+import atexit, os, signal, time
+import typer
+from windlass import cli
+from windlass.launch import staging
+
+def stage(*args):
+    raise typer.Exit(130)
+
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(10)))
+staging.stage = stage
+cli.main()
+"""
+    (tmp_path / "config.json").write_text("{}")
+    argv = [sys.executable, "-c", program, "stage", str(tmp_path), "--store", str(tmp_path / "fast")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.returncode == -signal.SIGTERM and done.stderr == ""

@@ -21,6 +21,7 @@ import typer
 from windlass.cli import output
 from windlass.errors import (
     EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
     TerminatedError,
     WindlassError,
     guard_imports,
@@ -194,14 +195,17 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):  # a second one must not cut off the message
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            set_stop_signals(signal.SIG_IGN)
         code = report_failure(error, as_json="--json" in own, is_verbose=is_verbose)
-        if isinstance(error, KeyboardInterrupt):  # from here on it may end the process without a traceback
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):  # a second signal ends the process without a traceback
+        set_stop_signals(signal.SIG_DFL)
     if code:
         sys.exit(code)
+
+
+def set_stop_signals(handler: signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def terminate(number: int, frame: FrameType | None) -> None:

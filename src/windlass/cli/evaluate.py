@@ -163,7 +163,7 @@ def eval_(
         write_atomic(html, scoring.scores_page(opened.recipe.name, opened.step, scores))
     about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens, "note": source.note}
     document = {**about, "device": opened.device_text, **answer, "scores": [score.line() for score in scores]}
-    written = f"written to {source.run.eval_file}" if save and source.run is not None else None
+    written = f"written to {source.run.eval_file}" if save and source.run is not None and scores else None
     show(as_json, document, source.note or None, *printed, written)
     if stopped is not None:
         raise typer.Exit(interrupt_exit_code(stopped))
