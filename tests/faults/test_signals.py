@@ -46,6 +46,16 @@ def test_each_signal_is_a_reason_and_the_handlers_come_back(run, terminal, numbe
     assert signal.getsignal(number) is before
 
 
+def test_ctrl_c_in_a_terminal_says_what_a_second_one_would_do(run, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == ""
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert capfd.readouterr().err == signals.STOPPING.decode()
+
+
 def test_a_signal_before_the_flag_exists_is_not_lost(run) -> None:
     with listening():
         os.kill(os.getpid(), signal.SIGTERM)  # while the model is still being built

@@ -22,7 +22,7 @@ from windlass.cli.options import (
     ScratchOption,
 )
 from windlass.cli.output import console, working
-from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
+from windlass.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, ConfigError
 
 if TYPE_CHECKING:
     from windlass.runs.folder import Run
@@ -165,6 +165,8 @@ def bind_and_train(
         code = supervisor.run_workers(announced, count, run, restarts)
     if code == EXIT_RESUMABLE:
         console().print(f"to resume: windlass resume {run.argument}", markup=False)
+    elif code == EXIT_INTERRUPTED:
+        console().print(f"stopped at once, without a save; to resume: windlass resume {run.argument}", markup=False)
     elif code != EXIT_DONE and (given_up := list(run.events(GaveUp))):
         console().print(f"gave up: {given_up[-1].reason}", markup=False, style="red")
     return code

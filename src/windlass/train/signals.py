@@ -5,7 +5,9 @@ next, so no step waits for it and the device is never synchronised.
 """
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ STOP_REASONS = {
     SIGHUP: "SIGHUP (the terminal was closed)",
 }
 _CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT, signal.SIGHUP: SIGHUP}
+STOPPING = b"\nstopping after this step and a save; a second Ctrl-C ends at once, without a save\n"
 # How often the scheduler is asked for the end time, which may be extended.
 END_TIME_SECONDS = 300.0
 # How often rank 0 looks for request files and at the end time.
@@ -53,9 +56,11 @@ class SignalListener:
     code = NONE
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C has its default effect: it ends the process even inside a collective.
+        # A second Ctrl-C has its default effect: it ends the process even inside a collective, and without a word.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if sys.stderr.isatty():
+                os.write(2, STOPPING)
         self.code = self.code or _CODES[signal.Signals(number)]
 
 
