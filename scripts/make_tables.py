@@ -559,12 +559,35 @@ def fits() -> str:
     return table(["smallest number of nodes for", *clusters], rows)
 
 
+def nothing_fits() -> str:
+    """What helps where 8B does not fit: one H200 and a batch of 512Ki tokens."""
+    from windlass.clusters.model import Cluster, Links, Node
+    from windlass.config import load_recipe
+    from windlass.planner import changes, search
+
+    machine = Cluster(
+        name="one-h200", title="one H200", device="h200", node=Node(devices=1, cores=16, memory=2**40), links=Links(intra_gbs=450)
+    )  # fmt: skip
+    path = TOP / "recipes" / "gptnl_8b_snellius.toml"
+    recipe = load_recipe(path, ["nodes=1", "data.batch_tokens=512Ki"]).recipe
+    rows = [
+        [
+            f"`{' '.join(change.overrides)}`",
+            change.plan.candidate.describe(micro_batch=False),
+            number(change.plan.memory.needed / 2**30, 1),
+            number(change.plan.step.tokens_per_second_per_device),
+        ]
+        for change in changes.ways_to_fit(search.plan(recipe, machine))
+    ]
+    return table(["change", "layout", "GiB", "tokens/s"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "italia": italia, "gptnl": gptnl, "gptnl-grid": gptnl_grid, "gptnl-sharding": gptnl_sharding, "gptnl-best": gptnl_best,
     "gptnl-scaling": gptnl_scaling, "lumi-carbon": lumi_carbon, "lumi-scaling": lumi_scaling, "lumi-languages": lumi_languages,
     "gptnl-days": gptnl_days,
     "hackathon": hackathon, "hackathon-matrix": hackathon_matrix, "techniques-cpu": techniques_cpu, "techniques-gpu": techniques_gpu,
-    "techniques-pairs": techniques_pairs, "buckets": buckets, "gpu-peers": gpu_peers, "fits": fits,
+    "techniques-pairs": techniques_pairs, "buckets": buckets, "gpu-peers": gpu_peers, "fits": fits, "nothing-fits": nothing_fits,
 }  # fmt: skip
 FROM_PLANNER = {
     "italia",
@@ -575,6 +598,7 @@ FROM_PLANNER = {
     "lumi-carbon",
     "lumi-scaling",
     "fits",
+    "nothing-fits",
     "buckets",
 }
 """Tables whose figures change a little with the planner: within 10 % they count as up to date."""

@@ -184,6 +184,19 @@ def test_kills():
     assert not missing("README.md", f"{kills} kills") and not missing("docs/evidence.md", f"{kills} kills")
 
 
+def test_what_a_small_change_of_gptnls_recipe_gains():
+    from windlass.clusters import load_cluster
+    from windlass.config import load_recipe
+    from windlass.planner import plan
+    from windlass.planner.changes import small_changes
+
+    cluster = load_cluster("snellius-h100")
+    recipe = load_recipe(TOP / "recipes" / "gptnl_8b_snellius.toml").recipe
+    gains = {tuple(c.values): c.gain for c in small_changes(plan(recipe, cluster, nodes=22))}
+    batch, nodes = (f"+{100 * gains[(key,)]:.0f} %" for key in ("data.batch_tokens", "nodes"))
+    assert not missing("docs/guides/plan-options.md", f"3.1 % more, {batch} tokens/s", f"fewer nodes (20, {nodes})")
+
+
 def test_the_picture_of_a_plan_shows_todays_best_layout():
     import html
 

@@ -136,6 +136,10 @@ def test_8b_on_one_h200_lists_bf16_moments(recipe_of, one_h200):
     with pytest.raises(PlanError) as caught:
         _ = found.best
     assert caught.value.hint == error.hint
+    # A machine whose network is unknown cannot have more nodes planned.
+    alone = one_h200().model_copy(update={"nodes": None})
+    alone = alone.model_copy(update={"links": alone.links.model_copy(update={"inter_gbs_per_node": None})})
+    assert {tuple(way.values) for way in ways_to_fit(plan(recipe, alone))} == set(ways)
     # 64 GiB of moments do not fit into this host.
     few = {tuple(way.values) for way in ways_to_fit(plan(recipe, one_h200(48)))}
     assert ("optim.moments",) in few and ("layout.offload", "train.recompute") not in few

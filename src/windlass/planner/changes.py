@@ -198,7 +198,7 @@ def ways_to_fit(plans: Plans) -> list[RecipeChange]:
     bf16 = {"optim.moments": "bf16"} if task.recipe.optim.moments == "fp32" else {}
     policies = ("selective", "full") if len(task.recomputes) == 1 else ()  # otherwise the search has tried them
     halves = [task.seq_len >> power for power in range(1, 16) if task.seq_len % (1 << power) == 0]
-    doubles = [task.nodes << power for power in range(1, 16)]
+    doubles = [task.nodes << power for power in range(1, 16)] if task.cluster.links.inter_gbs_per_node else []
     kinds: tuple[tuple[str, list[Any]], ...] = (
         ("train.recompute", [policy for policy in policies if policy != task.recipe.train.recompute]),
         ("data.seq_len", [seq_len for seq_len in halves if seq_len >= SHORTEST_SEQ_LEN]),
