@@ -1,6 +1,6 @@
 """Peak memory by the trace and by the planner: every shipped recipe, and the measured H200 rows.
 
-python benchmarks/trace_vs_plan.py                       # writes results/trace_vs_plan.md and .json (about two minutes of CPU)
+python benchmarks/trace_vs_plan.py                       # writes results/trace_vs_plan.md and .json (about ten minutes of CPU)
 python benchmarks/trace_vs_plan.py recipes/gptnl_8b_snellius.toml [--nodes N]    # prints the terms of one recipe
 """
 
@@ -34,7 +34,7 @@ def recipe_row(path: Path, nodes: int | None = None, show_terms: bool = False) -
     try:
         traced = trace(recipe, cluster, nodes)
     except WindlassError as error:
-        return {"recipe": path.name, "refused": str(error)}
+        return {"recipe": path.name, "refused": error.message}
     if show_terms:
         print(traced.text())
     layout = recipe.layout.model_dump(exclude_defaults=True)

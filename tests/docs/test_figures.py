@@ -190,6 +190,13 @@ def test_our_own_engine_on_an_h200():
     )
 
 
+def test_trace_and_plan():
+    rows = [r for r in json.loads(record("trace_vs_plan.json"))["recipes"] if "refused" not in r]
+    worst = max(abs(r["difference_pct"]) for r in rows if r["recipe"] != "tiny_cpu.toml")
+    phrase = f"Trace and plan agree within {worst:.0f} % on those {len(rows)}, with one exception"
+    assert not missing("docs/concepts/predictions-engine.md", phrase)
+
+
 def test_kills():
     kills = re.search(r"^- kills: (\d+)$", record("faults.md"), re.M).group(1)
     assert not missing("README.md", f"{kills} kills") and not missing("docs/evidence.md", f"{kills} kills")
