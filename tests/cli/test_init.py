@@ -127,7 +127,7 @@ def test_questions_are_asked_of_a_person(go, monkeypatch):
 
 def test_batch_is_whole_on_every_device():
     assert batch_tokens(8e9, 4096, 80) == 13 * 80 * 4096  # 4Mi is 12.8 sequences a device
-    assert batch_tokens(1e8, 1024, 2) == 2**19
+    assert batch_tokens(2e7, 1024, 2) == 2**16 and batch_tokens(1e8, 1024, 2) == 2**19
     assert batch_tokens(1e9, 4096, 4096) == 4096 * 4096  # never less than one sequence a device
 
 

@@ -38,7 +38,7 @@ def test_the_ranking_shows_what_fewer_replicas_cost(small, cluster_of):
     best = ranked[0]
     assert best.layout.data == max(p.layout.data for p in ranked) == 8
     fewer = [p for p in ranked if p.layout.data < 8 and p.layout.accumulation > best.layout.accumulation]
-    assert fewer and all("replicas instead of 8" in p.reason and "micro-batches in a row" in p.reason for p in fewer)
+    assert fewer and all("instead of 8, so" in p.reason and "micro-batches in a row" in p.reason for p in fewer)
     for p in ranked:  # global batch = micro-batch x accumulation x data-parallel
         assert p.layout.sequences_per_step * 2048 == recipe.data.batch_tokens
 

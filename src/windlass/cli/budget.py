@@ -10,7 +10,7 @@ import typer
 from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table, working
 from windlass.errors import ConfigError
-from windlass.units import DAY, parse_tokens, print_kwh, print_tokens
+from windlass.units import DAY, parse_tokens, print_kwh, print_share, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.budget import BudgetResult
@@ -122,7 +122,7 @@ def _lines(result: BudgetResult, target: float | None) -> list[str]:
     if longest_days and question.mfu:
         flops = question.devices * (result.device.bf16_tflops or 0) * 1e12 * DAY * longest_days * question.mfu
         total = f"{flops:.3g} FLOP ({flops / 1e24:.2f} YFLOP)"
-        lines.append(f"Compute in {longest_days:,.1f} days at MFU {question.mfu:g}: {total}")
+        lines.append(f"Compute in {longest_days:,.1f} days at an MFU of {print_share(question.mfu)}: {total}")
     if question.mfu is None:
         layouts = [f"{size_text(row.parameters)} {row.layout}" for row in result.rows if row.tokens_per_second]
         lines.append("planned: " + "; ".join(layouts))

@@ -239,6 +239,7 @@ def _create_recipe(
         "reasons": reasons,
         "first_layout": plans.best.candidate.describe(),
         "plan": plan_json(plans.best, plans.task),
+        "outside_measured": list(plans.best.outside_measured),
         "next": commands,
     }
 
@@ -273,7 +274,11 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
     from windlass.cli import with_pages
 
     plan, reasons = result["plan"], result["reasons"]
-    mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {print_share(plan['mfu'])}"
+    mfu = (
+        "MFU unknown"
+        if plan["mfu"] is None
+        else f"MFU {print_share(plan['mfu'])}{'*' * bool(result['outside_measured'])}"
+    )
     missing_store = "" if result["store_exists"] or not result["store"] else "does not exist yet"
     rows = [
         ("cluster", result["cluster"], reasons["cluster"]),
@@ -289,8 +294,9 @@ def _parts(result: dict[str, Any]) -> list[Table | str | None]:
         data_file,
         f"first layout: {result['first_layout']}: {plan['reason']}",
         f"it needs {print_bytes(plan['memory_gib'] * GIB)} of {print_bytes(plan['memory_limit_gib'] * GIB)}, "
-        f"{print_rate(plan['tokens_per_second'])} ({mfu}), {print_seconds(plan['days'] * DAY)}, "
+        f"{print_rate(plan['tokens_per_second'])} on all devices ({mfu}), {print_seconds(plan['days'] * DAY)}, "
         f"{print_node_hours(plan['node_hours'])}",
+        *(f"* {text}" for text in result["outside_measured"]),
         "next:",
         *(f"  {with_pages(command)}" for command in result["next"]),
     ]

@@ -187,15 +187,16 @@ def _print_scripts(prepared: PreparedLaunch, before: dict[str, str]) -> None:
 def _plan_table(prepared: PreparedLaunch) -> Table:
     """Time and cost, of one job and of the whole run."""
     plan, cost, job = prepared.plan, prepared.cost, prepared.job
-    limit = "no limit" if job.seconds == float("inf") else print_seconds(job.seconds)
-    speed = f", {print_rate(plan.tokens_per_second)}" if plan.tokens_per_second else ""
+    is_limited = job.seconds != float("inf")
+    limit = f"of {print_seconds(job.seconds)}" if is_limited else "without a time limit"
+    speed = f", {print_rate(plan.tokens_per_second)} on all devices" if plan.tokens_per_second else ""
     jobs = f"{job.links} job{'s' if job.links > 1 else ''}"
     needed = f"; about {cost.expected_links} needed for the whole run" if cost.expected_links else ""
 
     def amount(hours: float | None, units: float | None) -> str:
         if hours is None:
             return "unknown"
-        return print_node_hours(hours) + ("" if units is None else f" = {print_figure(units)} {cost.unit}s")
+        return print_node_hours(hours) + ("" if units in (None, hours) else f" = {print_figure(units)} {cost.unit}s")
 
     whole_run = amount(cost.expected_node_hours, cost.expected_units)
     rows = [
@@ -204,9 +205,13 @@ def _plan_table(prepared: PreparedLaunch) -> Table:
             "expected",
             "unknown" if plan.run_seconds is None else f"{print_seconds(plan.run_seconds)} of training{speed}",
         ),
-        ("jobs", f"{jobs} of {limit}{needed}"),
-        ("cost of one job", f"at most {amount(cost.job_node_hours, cost.job_units)}"),
-        *([(f"cost of {jobs}", f"at most {amount(cost.node_hours, cost.units)}")] if job.links > 1 else []),
+        ("jobs", f"{jobs} {limit}{needed}"),
+        *([("cost of one job", f"at most {amount(cost.job_node_hours, cost.job_units)}")] if is_limited else []),
+        *(
+            [(f"cost of {jobs}", f"at most {amount(cost.node_hours, cost.units)}")]
+            if is_limited and job.links > 1
+            else []
+        ),
         ("cost of the whole run", f"{whole_run}, expected" if cost.expected_node_hours is not None else whole_run),
         (
             "energy of the whole run",

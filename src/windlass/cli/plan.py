@@ -136,10 +136,12 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     ]
     columns = ("", "layout", "batch", "memory", "tokens/s", "MFU", "time", "energy", "CO2e")
     params = task.model.params
-    active = "" if task.recipe.model.experts is None else f" ({params.active / 1e9:.3g}B active, without the embedding)"
+    active = (
+        "" if task.recipe.model.experts is None else f" ({print_tokens(params.active)} active, without the embedding)"
+    )
     smallest = f"{min(task.size.smaller) * task.seq_len:,} to " if task.size.smaller else ""
     title = (
-        f"{task.recipe.name}: {params.total / 1e9:.3g}B parameters{active}, {print_tokens(best.tokens)} tokens, "
+        f"{task.recipe.name}: {print_tokens(params.total)} parameters{active}, {print_tokens(best.tokens)} tokens, "
         f"batch {smallest}{best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
     ranking = table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), drop=("CO2e", "energy", "batch"))

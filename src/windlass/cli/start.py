@@ -15,7 +15,7 @@ from windlass.files import read_json
 from windlass.units import print_tokens
 
 STEPS = (
-    ("plan", "windlass plan RECIPE", "memory, tokens/s, days, kWh and CO2e before a node-hour is spent"),
+    ("plan", "windlass plan RECIPE", "memory, tokens/s, days, kWh and CO2e of every layout"),
     ("tokenize", "windlass tokenize DATA.toml", "exact token counts and a provenance ledger"),
     ("sweep", "windlass sweep SWEEP.toml", "the fastest layout; out-of-memory points count too"),
     ("launch", "windlass launch RECIPE", "job chains on SLURM that resume themselves"),

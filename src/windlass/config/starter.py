@@ -38,8 +38,9 @@ def default_name(parameters: float, cluster: str) -> str:
 
 
 def batch_tokens(parameters: float, seq_len: int, devices: int) -> int:
-    """About 0.5Mi tokens up to 1B parameters, 2Mi up to 5B, 4Mi beyond; equal sequences on every device."""
-    usual = 2**19 if parameters <= 1.5e9 else 2**21 if parameters <= 5e9 else 2**22
+    """About 64Ki tokens below 100M parameters, 0.5Mi up to 1B, 2Mi up to 5B, 4Mi beyond; equal sequences on every
+    device."""
+    usual = 2**16 if parameters < 1e8 else 2**19 if parameters <= 1.5e9 else 2**21 if parameters <= 5e9 else 2**22
     unit = seq_len * devices
     return max(1, round(usual / unit)) * unit
 

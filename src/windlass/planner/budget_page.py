@@ -6,7 +6,7 @@ from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, No
 from windlass.planner.budget import Budget, BudgetResult, SizeResult, size_text
 from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon
-from windlass.units import DAY, print_figure, print_kwh, print_node_hours, print_tokens, sentence
+from windlass.units import DAY, print_figure, print_kwh, print_node_hours, print_share, print_tokens, sentence
 
 BUDGET_COLUMNS = (
     "size",
@@ -138,7 +138,7 @@ def table_rows(result: BudgetResult) -> list[tuple[object, ...]]:
         bound = f" (by {row.bound_by})" if has_several_limits else ""
         return (
             size_text(row.parameters) + (" !" if row.outside_measured else ""),
-            "-" if row.mfu is None else f"{row.mfu:.2f}",
+            print_share(row.mfu, "-"),
             "-" if row.tokens_per_second is None else print_tokens(row.tokens_per_second),
             "-" if row.days is None else f"{row.days:,.1f}{bound}",
             "-" if row.tokens is None else print_tokens(row.tokens),

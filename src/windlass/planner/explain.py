@@ -17,7 +17,7 @@ from windlass.planner.search import (
     term_differences,
 )
 from windlass.planner.task import PlanTask
-from windlass.units import print_bytes
+from windlass.units import counted, print_bytes
 
 KEYS = (*LayoutConfig.model_fields, "recompute")
 POLICIES = ("none", "selective", "full", "budget")
@@ -123,7 +123,7 @@ def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
         if abs(own_seconds - best_seconds) > 0.002 * best.step.seconds
     ]
     if p.layout.data < best.layout.data:
-        replicas = f"{p.layout.data:,} replicas instead of {best.layout.data:,}"
+        replicas = f"{counted(p.layout.data, 'replica')} instead of {best.layout.data:,}"
         in_a_row = f": {p.layout.accumulation} micro-batches in a row instead of {best.layout.accumulation}"
         sentences.append(replicas + (in_a_row if p.layout.accumulation > best.layout.accumulation else ""))
     return sentences

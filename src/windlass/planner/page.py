@@ -63,7 +63,7 @@ def plan_page(
     return page(
         f"Plan: {task.recipe.name}",
         sections,
-        subtitle=f"{task.model.params.total / 1e9:.3g}B parameters, {tokens} tokens, "
+        subtitle=f"{print_tokens(task.model.params.total)} parameters, {tokens} tokens, "
         f"{task.nodes} nodes x {task.per_node} {task.device.name} ({task.cluster.title})",
         footer="Written by windlass plan. Predictions, not measurements: see docs/concepts/predictions.md.",
     )

@@ -18,7 +18,7 @@ def mfu_denominator(task: PlanTask) -> str:
     peak, silicon = task.device.bf16_tflops, task.device.silicon_tflops
     if peak is None:
         return "the device's peak is unknown"
-    quoted = f" as quoted (step times use the {silicon:g} of this model)" if silicon else ""
+    quoted = f" as its maker quotes it (step times use the {silicon:g} TFLOP/s of this variant)" if silicon else ""
     return f"{peak:g} TFLOP/s dense bf16 peak of {task.device.name}{quoted}"
 
 

@@ -22,7 +22,7 @@ from windlass.planner.candidates import (
 )
 from windlass.planner.measured import mfu_beyond
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, nearest, print_bytes, print_share
+from windlass.units import GIB, counted, nearest, print_bytes, print_share
 
 # Above this share of a device's memory the estimate's own error decides whether a layout runs; it is then ranked as if
 # it took this many times as long.
@@ -362,14 +362,16 @@ def _first_reason(task: PlanTask, p: Plan, fastest: Plan, preferred_by: str, fit
     reason = f"{title}: {spent}; {_fit_text(p)}"
     if is_fastest:
         return reason
-    faster = f"{print_share(1 - fastest.days / p.days)} faster, but has {_drawback(fastest, p, preferred_by)}"
+    share = 1 - fastest.days / p.days
+    speed = "as fast" if share < 0.0005 else f"{print_share(share)} faster"
+    faster = f"{speed}, but has {_drawback(fastest, p, preferred_by)}"
     return f"{reason}; {fastest.candidate.describe()} is {faster}"
 
 
 def _differences(p: Plan, first: Plan) -> dict[str, str]:
     mine, other = p.layout, first.layout
     return {
-        "replicas": f"{mine.data:,} replicas instead of {other.data:,}",
+        "replicas": f"{counted(mine.data, 'replica')} instead of {other.data:,}",
         "accumulation": f"{mine.accumulation} micro-batches in a row instead of {other.accumulation}",
         "mechanisms": f"more mechanisms ({_mechanisms(p)} instead of {_mechanisms(first)})",
         "memory": f"{(p.memory.needed - first.memory.needed) / GIB:+.1f} GiB of memory",

@@ -163,7 +163,7 @@ def _warnings(task: PlanTask) -> list[str]:
     recipe, cluster, device, total = task.recipe, task.cluster, task.device, task.model.params.total
     (smallest, largest), (shortest, longest) = VALIDATED_PARAMS, VALIDATED_SEQ_LEN
     differences = {
-        f"{total / 1e9:.3g}B parameters (compared: {smallest / 1e9:g}B to {largest / 1e9:g}B)": not (
+        f"{print_tokens(total)} parameters (compared: {print_tokens(smallest)} to {print_tokens(largest)})": not (
             smallest <= total <= largest
         ),
         f"{task.devices:,} devices (compared: up to {VALIDATED_DEVICES:,})": task.devices > VALIDATED_DEVICES,
