@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,24 @@ def test_one_and_two_devices_write_the_same_curve(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["spread_seconds"] >= 0 and line["slowest_rank"] in (0, 1)
     assert json.loads((tmp_path / "two" / "manifest.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.multi
+def test_ctrl_c_while_the_workers_start_leaves_no_traceback_and_no_run(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(RECIPE)
+    argv = [sys.executable, "-m", "windlass", "train", "r.toml", "--devices", "2", "--run", "run"]
+    # A shell without job control starts what it puts into the background with SIGINT ignored; a terminal does not.
+    default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = subprocess.Popen(argv, cwd=tmp_path, preexec_fn=default, **pipes)
+    log, deadline = tmp_path / "run" / "logs" / "rank-00001.log", time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)  # the interpreters of the workers import their first modules
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 75 and "Traceback" not in err and "windlass resume" not in out, out + err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.multi

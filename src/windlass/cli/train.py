@@ -118,6 +118,7 @@ def bind_and_train(
     `prepare(devices per node, nodes)` brings the run folder up to date and returns the reason for its layout. In a job,
     rank 0 prepares and binds, and `devices` does not count; the other ranks wait for the start.
     """
+    from windlass.checkpoint.files import newest_step
     from windlass.checkpoint.missing import restart_from_scratch
     from windlass.clusters.scheduler import job_id, place, step_start
     from windlass.launch.start import bind_start
@@ -164,7 +165,11 @@ def bind_and_train(
 
         code = supervisor.run_workers(announced, count, run, restarts)
     if code == EXIT_RESUMABLE:
-        console().print(f"to resume: windlass resume {run.argument}", markup=False)
+        saved = newest_step(run) is not None
+        again = (
+            f"to resume: windlass resume {run.argument}" if saved else "nothing was saved yet: run the command again"
+        )
+        console().print(again, markup=False, soft_wrap=True)
     elif code == EXIT_INTERRUPTED:
         console().print(f"stopped at once, without a save; to resume: windlass resume {run.argument}", markup=False)
     elif code != EXIT_DONE and (given_up := list(run.events(GaveUp))):

@@ -72,6 +72,12 @@ class WorkerGroup:
         run.ranks.mkdir(parents=True, exist_ok=True)
         self.logs = [(run.logs / f"rank-{rank:05d}.log").open("ab") for rank in range(1, devices)]
         with_parent = end_with_parent()  # two sets of workers must never write one run
+
+        def before_worker() -> None:
+            with_parent()
+            # Ctrl-C waits until `worker.script` takes it: a traceback of Python's imports helps nobody.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
         # Rank 0 inherits the bound socket: a port that was only free before is taken by others while torch is imported.
         with socket.socket() as meeting:
             meeting.bind(("127.0.0.1", 0))
@@ -95,7 +101,7 @@ class WorkerGroup:
                     stdin=subprocess.DEVNULL,
                     # A session of its own: Ctrl-C in the terminal reaches this process only, which passes it on once.
                     start_new_session=True,
-                    preexec_fn=with_parent,
+                    preexec_fn=before_worker,
                     pass_fds=(meeting.fileno(),) if rank == 0 else (),
                 )
                 for rank, output in enumerate([None, *self.logs])

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def script() -> int:
     """`main` as a program: an error becomes one message, a hint and an exit code."""
+    # Until training handles signals there is nothing to save, and Ctrl-C ends the process without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     guard_imports()
     try:
         return main()
