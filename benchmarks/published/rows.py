@@ -56,7 +56,7 @@ GATED, UNGATED = ("swiglu", "geglu", "reglu", "glu", "gated"), ("gelu", "relu", 
 IN_1024 = ("seq_len", "hidden", "ffn", "expert_ffn", "shared_ffn")
 """Columns in which 4k is 4,096."""
 HYBRID = re.compile(r"hybrid|ssm|mamba|linear")
-"""Architectures with experts whose other layers are not all attention."""
+"""Architectures whose layers are not all attention."""
 MOST_LAYERS = 10_000
 """A model with experts is assembled layer by layer."""
 CONTRADICTION = 2.001
@@ -212,6 +212,8 @@ def _expert_degrees(row: Row, model: ModelSpec, ranks: int, tensor: int, assumed
 
 
 def _model(row: Row, assumed: list[str]) -> ModelSpec:
+    if HYBRID.search(lower_text(row, "arch")):
+        raise _UnreadableError(f"arch {lower_text(row, 'arch')!r}: layers other than attention are not predicted")
     if (positive(row, "experts") or 0) >= 2:
         return _expert_model(row, assumed)
     _refuse_experts(row)
@@ -278,8 +280,6 @@ def _refuse_experts(row: Row) -> None:
 
 
 def _expert_model(row: Row, assumed: list[str]) -> ModelSpec:
-    if HYBRID.search(lower_text(row, "arch")):
-        raise _UnreadableError(f"arch {lower_text(row, 'arch')!r}: layers other than attention are not predicted")
     width, shared = _needed(row, "hidden"), number(row, "shared_ffn", kilo=1024)
     sizes = {key: _needed(row, key) for key in ("layers", "experts", "top_k")}
     sizes["expert_ffn"] = _optional(row, "expert_ffn") or _default(row, "expert_ffn", _needed(row, "ffn"), assumed)

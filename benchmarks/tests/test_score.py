@@ -78,6 +78,7 @@ def test_answers_and_names_are_never_read(rows, column):
     ("column", "value", "reason"),
     [("layers", "", "layers not stated"), ("seq_len", "nan", "seq_len not stated"), ("gpus", "many", "gpus 'many' is not a count"),
      ("layers", "3.7", "layers '3.7' is not a count"), ("tp", "8-16", "tp '8-16' is not a count"), ("tp", "3", "tp 3 = 3 does not divide 8 devices"),
+     ("arch", "hybrid-ssm-moe", "arch 'hybrid-ssm-moe': layers other than attention are not predicted"),
      ("gpus", "8 nodes", "gpus '8 nodes' is not a count"), ("gpus", "8 nodes x 8", "gpus '8 nodes x 8' is not a count"),
      ("micro_batch", "8-16", "micro_batch '8-16' is not a count"), ("micro_batch", "0.5", "micro_batch '0.5' is not a count"),
      ("grad_accum", "1/2", "grad_accum '1/2' is not a count"), ("kv_heads", "MQA", "kv_heads 'MQA' is not a count"),
