@@ -6,7 +6,6 @@ Only rows whose method begins with "measured" are scored. Rows that publish hour
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -16,11 +15,10 @@ from typing import Any
 
 from benchmarks.published.cells import Row, lower_text, number, positive, text_of
 from benchmarks.published.rows import Refusal, find_device_cached, read_run, stated_billions
-from benchmarks.published.score import quantile
+from benchmarks.published.score import quantile, read_rows
 
 from windlass.clusters.model import Device, Node
 from windlass.cost.power import POWER, POWER_SOURCES, USUAL_COMPUTE_MFU, PowerConstants, compute_mfu, node_power
-from windlass.errors import ConfigError
 from windlass.models.presets import model_spec
 from windlass.planner.budget import model_near
 
@@ -71,17 +69,7 @@ class EnergyRun:
 
 
 def read_energy_rows(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [{name: value or "" for name, value in row.items() if name} for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        hint = "give a CSV file with one run per line, in UTF-8"
-        raise ConfigError("published.table-unreadable", f"cannot read {path}: {error}", hint=hint) from error
-    if missing := [name for name in NEEDED_COLUMNS if name not in (reader.fieldnames or [])]:
-        hint = "the columns are explained in docs/concepts/predictions-energy.md"
-        raise ConfigError("published.column-missing", f"{path} has no column {', '.join(missing)}", hint=hint)
-    return rows
+    return read_rows(path, NEEDED_COLUMNS, "docs/concepts/predictions-energy.md")
 
 
 def read_runs(row: Row) -> list[EnergyRun]:

@@ -15,7 +15,7 @@ import csv
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -87,12 +87,17 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or not measured else predicted / measured - 1.0
 
 
-def read_rows(path: Path | str) -> list[dict[str, str]]:
-    """The rows of a table of runs. ConfigError: unreadable, or columns missing."""
-    return list(iterate_rows(path))
+TABLE_PAGE = "docs/concepts/predictions-table.md"
 
 
-def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
+def read_rows(path: Path | str, needed: Sequence[str] = NEEDED_COLUMNS, page: str = TABLE_PAGE) -> list[dict[str, str]]:
+    """The rows of a table of runs, whose columns `page` explains. ConfigError: unreadable, or columns missing."""
+    return list(iterate_rows(path, needed, page))
+
+
+def iterate_rows(
+    path: Path | str, needed: Sequence[str] = NEEDED_COLUMNS, page: str = TABLE_PAGE
+) -> Iterator[dict[str, str]]:
     """The same as a generator: a table may be larger than memory."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -101,7 +106,7 @@ def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
             delimiter = max(",;\t|", key=header.count)
             reader = csv.reader(file, delimiter=delimiter)
             names = [re.sub(r"[\s-]+", "_", n.strip().lower()) for n in next(reader, [])]
-            _check_columns(path, names)
+            _check_columns(path, names, needed, page)
             for row in reader:
                 if any(cell.strip() for cell in row):
                     cells = row if delimiter == "," else [_with_decimal_point(cell) for cell in row]
@@ -119,12 +124,12 @@ def _with_decimal_point(cell: str) -> str:
     return cell.replace(",", ".") if re.fullmatch(r"\s*-?\d+,\d+\s*", cell) else cell
 
 
-def _check_columns(path: Path | str, names: list[str]) -> None:
-    if missing := [c for c in NEEDED_COLUMNS if c not in names]:
+def _check_columns(path: Path | str, names: list[str], needed: Sequence[str], page: str) -> None:
+    if missing := [c for c in needed if c not in names]:
         raise ConfigError(
             "published.column-missing",
             f"{path} has no column {', '.join(missing)} (it has: {', '.join(n for n in names[:12] if n) or 'none'})",
-            hint="the columns are explained in docs/concepts/predictions-table.md",
+            hint=f"the columns are explained in {page}",
         )
     if twice := sorted({n for n in names if n and names.count(n) > 1}):
         raise ConfigError(

@@ -91,3 +91,11 @@ def test_a_table_without_the_columns_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_energy_rows(path)
     assert error.value.code == "published.column-missing"
+
+
+def test_a_table_is_read_as_that_of_speeds(tmp_path):
+    """Capitals and spaces in names of columns, semicolons, and decimal commas with them."""
+    path, comma = tmp_path / "energy.csv", {**OLMO, "energy_gpu_mwh": "146,0"}
+    lines = [";".join(name.upper().replace("_", " ") for name in OLMO), ";".join(comma.values())]
+    path.write_text("\r\n".join(lines), encoding="utf-8-sig")
+    assert score_energy(read_energy_rows(path)) == score_energy([{**OLMO, "energy_gpu_mwh": "146.0"}])
