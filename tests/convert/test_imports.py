@@ -87,7 +87,8 @@ def test_an_import_that_fails_can_be_repeated(folder_of: Any, tmp_path: Path, mo
         patch.setattr(imports.Saver, "save", lambda *a, **k: None)  # as on a full disk
         with pytest.raises(CheckpointError) as failed:
             import_model(folder, target)
-    assert failed.value.code == "convert.checkpoint-not-written" and not list(target.parent.iterdir())
+    assert failed.value.code == "convert.checkpoint-not-written" and "iB are free" in failed.value.message
+    assert not list(target.parent.iterdir())
     with new_folder(target, "--run") as temporary:
         (temporary / "config.json").write_text("{}")
         (temporary / "recipe.toml").write_text("")

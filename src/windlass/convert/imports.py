@@ -39,6 +39,7 @@ from windlass.models.build import build_model
 from windlass.models.hf_format import unmet
 from windlass.runs.events import WeightsImported
 from windlass.runs.folder import Run, create_run
+from windlass.units import print_bytes
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,16 @@ def write_run(
     if tokenizer is not None:
         (folder / "tokenizer").mkdir(exist_ok=True)
         write_tokenizer(tokenizer, folder / "tokenizer", max_length=recipe.data.seq_len)
-    check_space(folder, sum(tensor.nbytes for tensor in state.values()))
+    needed_bytes = sum(tensor.nbytes for tensor in state.values())
+    check_space(folder, needed_bytes)
     extra = {"tokens": 0, "dtype": dtype, "imported_from": str(origin), "positions": positions}
     with contextlib.closing(Saver(run, SaveConfig(asynchronous=False))) as saver:
         outcome = saver.save(0, {"model": state}, extra, block=True)
     if outcome is None or not outcome.ok:
         raise CheckpointError(
             "convert.checkpoint-not-written",
-            f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
+            f"the checkpoint of {print_bytes(needed_bytes)} could not be written: "
+            f"{outcome.error if outcome else 'unknown'}; {print_bytes(shutil.disk_usage(folder).free)} are free",
             hint="check that the disk is not full",
         )
     run.record(WeightsImported(origin=str(origin), dtype=dtype))

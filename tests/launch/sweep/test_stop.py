@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from windlass.cli import build
+from windlass.launch.sweep.execute import end_group
 
 SWEEP = """
 name = "naps"
@@ -110,3 +111,26 @@ def test_after_a_kill_the_next_start_ends_what_was_left_and_keeps_the_old_try(fo
             process.wait()
     old = folder / "here" / "sweep" / "earlier" / "n-2" / "1" / "log"
     assert old.read_text() == "begun\n"
+
+
+class Interrupted(subprocess.Popen):
+    """Ctrl-C comes again while this is asked to end."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return super().wait()
+
+
+def test_a_second_ctrl_c_kills_a_point_that_ignores_the_first() -> None:
+    program = "trap '' TERM; echo ready; read"
+    point = Interrupted(
+        ["bash", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert point.stdout is not None and point.stdout.readline() == "ready\n"
+        with pytest.raises(KeyboardInterrupt):
+            end_group(point)
+        assert point.wait() == -signal.SIGKILL
+    finally:
+        point.kill()
