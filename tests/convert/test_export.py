@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -41,6 +42,15 @@ def test_exported_logits_are_ours(
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(tokens).logits
     assert theirs.shape == ours.shape and float((ours - theirs).abs().max()) < 1e-4
     assert float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()) >= 0.999
+
+
+def test_verification_is_silent_where_torchao_cannot_load_its_libraries(
+    llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("torchao")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    export(llama_run.path, tmp_path / "hf")
+    assert not logger.isEnabledFor(logging.WARNING)
 
 
 def test_exported_tokenizer_is_ours(llama_run: Run, tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -24,7 +24,7 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.models.build import build_model
 from windlass.models.hf import refuse_later_tokens
-from windlass.models.presets.hf import read_config_json
+from windlass.models.presets.hf import import_transformers, read_config_json
 from windlass.models.task_head import HFTaskModel, tuned_model
 from windlass.runs.events import known_int
 
@@ -147,7 +147,7 @@ def task_logits(
 
 def _transformers() -> Any:
     try:
-        import transformers
+        transformers = import_transformers()
     except ImportError:
         raise ConfigError(
             "convert.transformers-missing",

@@ -176,14 +176,14 @@ def micro_batches(indexes: Ints, micro_batch: int, accumulation: int, ranks: int
 def tokenizer_of_transformers(recipe: Recipe) -> Any:
     """transformers' tokenizer of a model of family hf, with a padding token: that which ends a text where it has none
     (GPT-2, Llama)."""
-    from transformers import AutoTokenizer
-
-    from windlass.models.presets.hf import refuse_custom_code
+    from windlass.models.presets.hf import import_transformers, refuse_custom_code
 
     path = Path(recipe.data.tokenizer or recipe.save.load or recipe.model.config or "")
     folder = path if path.is_dir() else path.parent
     refuse_custom_code(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer: Any = import_transformers().AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer

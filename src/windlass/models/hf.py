@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from windlass.blocks.initial_values import fill_normal, fill_parameter
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
 from windlass.models.decoder import DecoderModel
-from windlass.models.presets.hf import refuse_custom_code
+from windlass.models.presets.hf import import_transformers, refuse_custom_code
 
 # Settings of decoders in which a position sees later ones (Gemma, XLNet).
 LATER_TOKENS = {"use_bidirectional_attention": True, "is_causal": False, "attn_type": "bi"}
@@ -159,7 +158,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
     hf_config = read_hf_config(config, seq_len)
-    import transformers
+    transformers = import_transformers()
 
     # transformers builds a "causal" model of an encoder's config too, in which every position sees the later ones: the
     # loss of the next token would be read off the input.
@@ -182,12 +181,8 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
 
 def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
     """transformers' config of a folder or file; refuses sequences that are longer than its positions."""
-    # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries, and makes
-    # torch warn about torchao's own types.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        from transformers import AutoConfig
+        transformers = import_transformers()
     except ImportError:
         raise ConfigError(
             "model.transformers-missing",
@@ -202,7 +197,7 @@ def read_hf_config(config: ModelConfig, seq_len: int) -> Any:
             hint="name a folder or file with a Hugging Face config.json",
         )
     try:
-        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        hf_config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:  # a family that this transformers does not know
         refuse_custom_code(path)
         raise ConfigError(

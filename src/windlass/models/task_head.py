@@ -22,6 +22,7 @@ from windlass.layout.types import IGNORED
 from windlass.models.decoder import DecoderModel
 from windlass.models.hf import HFModel, build_net, parameters_on_meta, read_hf_config
 from windlass.models.presets import model_spec
+from windlass.models.presets.hf import import_transformers
 from windlass.models.spec import ModelSpec
 
 
@@ -168,7 +169,7 @@ def _build(config: ModelConfig, seq_len: int, head: TaskHead) -> HFTaskModel | T
             )
         return TaskDecoder(model_spec(config), seq_len, head)
     hf_config = read_hf_config(config, seq_len)
-    import transformers
+    transformers = import_transformers()
 
     hf_config.pad_token_id = hf_config.pad_token_id if head.pad is None else head.pad
     if head.dropout is not None:

@@ -1,6 +1,8 @@
 """Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the
 planner."""
 
+import importlib
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,14 @@ CLASSIC = {
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Keys of config.json that name the attention kernel.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
+
+
+def import_transformers() -> Any:
+    """transformers without the warnings of torchao, which it imports where it is installed: on a CPU one for each of
+    torchao's GPU libraries, and torch's about torchao's own types."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return importlib.import_module("transformers")
 
 
 def spec(config: ModelConfig) -> ModelSpec:
