@@ -51,6 +51,13 @@ def test_outcome_by_language_is_the_newest_of_each(run):
     assert f"l{MAX_LANGUAGES}" not in page and "2 more languages" in markdown_report([run]).split("## Overview")[0]
 
 
+def test_texts_without_a_language_have_one_outcome(run):
+    run.record(Evaluated(step=300, val_loss=2.5, bits_per_byte=0.8))
+    append_line(run.eval_file, {"task": "mmlu", "group": "language unknown", "metric": "accuracy", "value": 0.2})
+    page = rows(run)
+    assert page["all"] == ("2.5", "0.8", "none") and page["unknown"] == ("unknown", "unknown", "mmlu accuracy 0.2")
+
+
 def test_the_plan_stands_beside_what_was_measured_of_the_whole_run(run):
     run.plan_file.write_text(json.dumps({"device": "H100", "plan": {"node_hours": 0.5, "mwh": 0.001, "mfu": 0.5}}))
     page, hours = rows(run), collect(run).node_hours

@@ -114,7 +114,8 @@ def _energy_rows(s: RunSummary) -> list[tuple[str, str, str]]:
 
 def _by_language(s: RunSummary) -> list[Item]:
     """Validation loss and evaluations of each language, the newest of each."""
-    last = next((e for e in reversed(s.events) if isinstance(e, Evaluated) and e.languages), None)
+    evaluated = [e for e in reversed(s.events) if isinstance(e, Evaluated)]
+    last = next((e for e in evaluated if e.languages), None)
     languages: dict[str, list[str]] = {}
     for name, part in (last.languages if last else {}).items():
         texts = (known_float(part.get(key)) if isinstance(part, dict) else None for key in ("loss", "bits_per_byte"))
@@ -129,6 +130,9 @@ def _by_language(s: RunSummary) -> list[Item]:
     if not languages and not scores:
         outcome = "unknown" if s.val_loss is None else f"validation loss {figure(s, 'validation loss')} over all"
         return [Note(f"Outcome by language: {outcome}.")]
+    if not languages and evaluated:  # of sources that state no language
+        values = evaluated[0].val_loss, evaluated[0].bits_per_byte
+        languages = {"all": [number(value, unknown="unknown") for value in values]}
     rows = []
     for name in [*languages, *(name for name in scores if name not in languages)]:
         own = scores.get(name, {}).items()
