@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass.notebook import open_run, plan
 
-__version__ = "0.8.1"
+__version__ = "0.9.0"
 __all__ = ["__version__", "open_run", "plan"]
 
 

@@ -378,8 +378,8 @@ def submit_any(
     from windlass.launch.array import command_job, submit_command
     from windlass.launch.script import render
 
-    if command[0] not in (known := {name.split()[0] for name in GROUPS}):
-        near = get_close_matches(command[0], known, n=1)
+    if command[0] not in (commands := {name.split()[0] for name in GROUPS}):
+        near = get_close_matches(command[0], commands, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             "cli.unknown-command",

@@ -143,7 +143,8 @@ def _show_submitted(sweep_run: SweepRun, submitted: dict[str, Any], as_json: boo
         f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, at most {job['seconds'] / 60:.0f} min"
         for job in submitted["packs"]
     ]
-    again = f"windlass sweep {shlex.quote(str(sweep_run.loaded.path))} --run {shlex.quote(str(sweep_run.folder.path))} --report"
+    file, folder = (shlex.quote(str(path)) for path in (sweep_run.loaded.path, sweep_run.folder.path))
+    again = f"windlass sweep {file} --run {folder} --report"
     show(as_json, submitted, *lines, f"when they are done: {again}")
 
 

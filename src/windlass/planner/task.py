@@ -193,8 +193,8 @@ def _warnings(task: PlanTask) -> list[str]:
         warnings.append(f"a batch of {print_tokens(batch)} tokens is far outside the {usual}")
     if task.size.smaller:
         warnings.append(
-            f"batch, memory, tokens/s and MFU are those of {batch:,} tokens, the largest batch of data.batch_ramp; time, "
-            "energy and CO2e count every batch"
+            f"batch, memory, tokens/s and MFU are those of {batch:,} tokens, the largest batch of data.batch_ramp; "
+            "time, energy and CO2e count every batch"
         )
     steps = recipe.train.steps
     tokens = recipe.data.tokens if steps is None else steps * batch

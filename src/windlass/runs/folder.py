@@ -137,8 +137,9 @@ class Run:
             raise RunError(
                 "runs.config-damaged",
                 f"{self.config_file} is damaged: {self.config_file.stat().st_size:,} bytes that are not a JSON object",
-                hint=f"copy it again, or recreate it: `windlass train {shlex.quote(str(self.recipe_file))} --run {self.argument}`, with "
-                "the overrides of the first start; checkpoints, metrics and events are kept",
+                hint="copy it again, or recreate it: `windlass train "
+                f"{shlex.quote(str(self.recipe_file))} --run {self.argument}`, with the overrides of the first start; "
+                "checkpoints, metrics and events are kept",
             )
         if value is None:
             raise RunError("runs.config-missing", f"{self.config_file} is missing", hint="copy the complete run folder")
