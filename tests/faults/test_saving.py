@@ -20,6 +20,7 @@ from windlass.config import Recipe
 from windlass.errors import CheckpointError, ConfigError
 from windlass.files import append_line, write_json
 from windlass.launch.start import bind_start
+from windlass.runs.events import Compiled
 from windlass.runs.folder import Run
 from windlass.train import loop, validate
 from windlass.train.hooks import Hook
@@ -214,3 +215,10 @@ def test_a_log_that_takes_nothing_more_does_not_end_the_run(run, store) -> None:
     progress.console.file = Full()
     assert train(run, small(store, steps=2), progress, say=progress.say) == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+
+
+def test_the_start_up_of_a_run_does_not_count_the_run_before_it_in_the_process(run, store, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "process_seconds", lambda: 1000.0)
+    train(run, small(store, steps=1))
+    [compiled] = run.events(Compiled)
+    assert 0 < compiled.seconds < 900

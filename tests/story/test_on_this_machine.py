@@ -71,7 +71,7 @@ def test_italia_goes_on_from_its_own_weights_with_a_warm_up(place):
     lines = list(read_json_lines(folder / "runs" / "italia-small-cpt" / "metrics.jsonl"))
     assert lines[0]["loss"] < fresh["loss"] - 2, "weights of the first run"
     assert lines[0]["lr"] < lines[4]["lr"], "warmed up again"
-    assert "start-up took" in events(folder / "runs" / "italia-small-cpt", "interval")[0]["reason"]
+    assert "times the start-up" in events(folder / "runs" / "italia-small-cpt", "interval")[0]["reason"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import typer
 from windlass.cli.options import JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption, option_groups
 from windlass.cli.output import show, working
 from windlass.files import write_json
+from windlass.units import counted
 
 if TYPE_CHECKING:
     from windlass.config import Recipe
@@ -130,7 +131,7 @@ def finetune(
     if output is not None:
         write_json(output, answer)
     speed = "speed not measured" if rate is None else f"{rate:,.1f} texts/s in training"
-    show(as_json, answer, score_table(scores), f"{len(labels)} labels, {processes} process(es), {speed}")
+    show(as_json, answer, score_table(scores), f"{len(labels)} labels, {counted(processes, 'worker')}, {speed}")
 
 
 def train_seed(recipe: "Recipe", path: Path, processes: int, *, quiet: bool) -> "Run":

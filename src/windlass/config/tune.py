@@ -1,5 +1,6 @@
 """The `[tune]` table: what a model is fine-tuned for, on which examples."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -97,6 +98,13 @@ class TuneConfig(Table):
     @property
     def selected_metric(self) -> str:
         return DEFAULT_METRIC.get(self.task, "loss") if self.metric == "auto" else self.metric
+
+
+def score_range(metric: str) -> tuple[float, float]:
+    """The lowest and highest possible value."""
+    if lower_is_better(metric):
+        return 0.0, math.inf
+    return (-1.0 if metric in ("matthews", "pearson", "spearman") else 0.0), 1.0
 
 
 def lower_is_better(metric: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from windlass.config import Recipe
 from windlass.config.load import read_toml, validate
-from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, lower_is_better
+from windlass.config.tune import EXAMPLE_TASKS, TuneConfig, lower_is_better, score_range
 from windlass.convert.config_json import is_hf_folder, recipe_name
 from windlass.convert.source import find_source, find_tokenizer
 from windlass.data.examples import read_example_sets
@@ -170,7 +170,8 @@ def mean_scores(task: str, results: Sequence[SeedResult], detail: dict[str, Any]
         mean, low, high = float(values.mean()), None, None
         if len(values) > 1:
             half = STUDENT_T.get(len(values), 2.2) * float(values.std(ddof=1)) / len(values) ** 0.5
-            low, high = mean - half, mean + half
+            least, most = score_range(metric)
+            low, high = max(least, mean - half), min(most, mean + half)
         elif metric == "accuracy" and count:
             low, high = wilson_interval(round(mean * count), count)
         scores.append(

@@ -13,7 +13,7 @@ from windlass.units import DAY, print_seconds, print_share
 
 # The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the
 # restart costs.
-STARTUP_LOW, STARTUP_HIGH = 3.0, 5.0
+STARTUPS = 5.0
 # The largest share of its time that training waits for saves.
 STALL_SHARE = 0.02
 
@@ -30,10 +30,8 @@ def choose_interval(
     startup_seconds: float, stall_seconds: float | None, write_seconds: float | None, failures_per_day: float
 ) -> IntervalChoice:
     """5 times the start-up, at most the optimum for the failure rate, and not so short that saves delay training."""
-    low, seconds = STARTUP_LOW * startup_seconds, STARTUP_HIGH * startup_seconds
-    reasons = [
-        f"start-up took {print_seconds(startup_seconds)}, so {print_seconds(low)} to {print_seconds(seconds)}",
-    ]
+    seconds = STARTUPS * startup_seconds
+    reasons = [f"{STARTUPS:g} times the start-up of {print_seconds(startup_seconds)}"]
     if stall_seconds is not None and failures_per_day > 0:
         # Young and Daly: sqrt(2 x cost of a save x mean time between failures).
         optimum = math.sqrt(2 * stall_seconds * DAY / failures_per_day)

@@ -219,7 +219,7 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
                 # Start-up is over: its time decides how often saving is worth it.
                 if training.world.cuda:
                     torch.cuda.synchronize()
-                startup_seconds, first_done_at = process_seconds(), time.monotonic()
+                startup_seconds, first_done_at = startup(training.start), time.monotonic()
                 if training.world.is_main:
                     training.run.record(Compiled(seconds=startup_seconds))
                 checkpoints.timer.measured(startup_seconds=startup_seconds)
@@ -242,6 +242,12 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
     finally:
         batches.close()
     return None
+
+
+def startup(start: Start) -> float:
+    """Seconds since the processes started; in a process that trains one run after another, since this run's start."""
+    since_start = time.time() - start.created_at
+    return min(process_seconds(), since_start) if since_start > 0 else process_seconds()
 
 
 def open_batches(training: Training) -> BatchSource:
