@@ -450,7 +450,7 @@ def test_validation_does_not_change_the_curve(alone: Any) -> None:
     validated = alone("sgd", documents=True)
     masked = Parity(1, 4, {}, documents=True)
     plain = train_here(masked.recipe())
-    assert validated[:3] + validated[4:5] + validated[6:] == plain
+    assert validated[::2] == plain
     without = train_here(masked.recipe(train={}))[0]
     assert plain[0][0] == without[0] and plain[0][1] != without[1], (
         "the z-loss is in the gradient and not in the loss shown"

@@ -62,7 +62,7 @@ def test_the_next_link_resumes_and_the_spare_one_ends_at_once(chains):
     view = site.json("jobs", "spare")
     assert view["verdict"] == "finished" and view["node_hours_left"] == 0
     assert [job["state"]["exit_code"] for job in view["jobs"]] == [75, 0, 0]  # without an accounting database
-    assert view["jobs"][2]["state"]["elapsed_seconds"] < 15
+    assert view["jobs"][2]["state"]["elapsed_seconds"] < 40
 
 
 def test_a_job_that_fails_twice_in_the_same_way_stops_the_chain(chains):

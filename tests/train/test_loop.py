@@ -398,7 +398,7 @@ def test_a_validation_pass_is_in_no_steps_time(tmp_path: Path, monkeypatch: pyte
     """Else tokens/s and MFU would dip after each pass. The clock is the test's: a step takes 1 s, a pass 50."""
     now = [1000.0]
     monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: now[0]))
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
 
     class Slow(Hook):
         def on_step_begin(self, training: Any) -> None:
